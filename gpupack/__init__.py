@@ -1,0 +1,56 @@
+"""gpupack: how output leaves an LLM serving scheduler.
+
+Importing this package loads neither triton, numba nor zmq; they load where they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.control import Control
+from gpupack.packed import PackedStep
+from gpupack.packer import Packer, Ticket
+from gpupack.request import Request, Resume
+
+try:
+    __version__ = version("gpupack")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+_LAZY = {
+    "OutputStreamer": "gpupack.streamer",
+    "OutputSender": "gpupack.sender",
+    "OutputReceiver": "gpupack.receiver",
+    "Delta": "gpupack.receiver",
+    "StopStringJudge": "gpupack.stop_strings",
+    "Detokenizer": "gpupack.detokenizer",
+    "TextStream": "gpupack.detokenizer",
+}
+
+__all__ = [
+    "Control",
+    "Delta",
+    "Detokenizer",
+    "EmitPolicy",
+    "OutputReceiver",
+    "OutputSender",
+    "OutputStreamer",
+    "PackedStep",
+    "Packer",
+    "PackerConfig",
+    "Request",
+    "Resume",
+    "StopStringJudge",
+    "TextStream",
+    "Ticket",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'gpupack' has no attribute {name!r}")

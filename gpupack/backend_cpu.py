@@ -1,0 +1,178 @@
+"""The CPU backend: arenas and packed steps in host memory, the loop of `loop.py` over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack import layout as L
+from gpupack import loop, loop_check
+from gpupack.checks import check_rows, host_array
+from gpupack.config import PackerConfig
+from gpupack.control import NO_CONTROL
+from gpupack.errors import BufferBusyError, InputError
+from gpupack.packed import PackedStep
+from gpupack.request import Resume
+from gpupack.state import HostArenas
+
+_NOTHING = np.empty(0, np.int32)
+
+_CAUSES = {
+    loop_check.BAD_ACCEPT_LEN: "accept_lens: expected 0 to {max_accept}, got {accept}",
+    loop_check.DOUBLED: "handles: expected each handle once, got {handle} again",
+    loop_check.BAD_CONTROL: "control.flags: expected known bits and not HOLD with FLUSH, got {flags}",
+    loop_check.BAD_FINISH_CODE: "control.finish_code: expected 1 to 5 with FINISH, got {code}",
+    loop_check.BAD_FINISHED_LEN: "control.finished_len: expected -1 to the output length {new_len}, got {finished_len}",
+    loop_check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} tokens of {new_len}, got {visible_len}",
+    loop_check.NO_LOGPROBS: "logprobs: expected, the request of handle {handle} asked for them, got None",
+}
+
+
+@lru_cache(maxsize=256)
+def _dense_starts(batch: int, stride: int) -> NDArray[np.int64]:
+    """Where the items of each row of a dense `[batch, stride]` array start."""
+    return np.arange(batch, dtype=np.int64) * stride
+
+
+class CpuBackend:
+    """Packs steps on the host; every call has finished when it returns. One thread owns it."""
+
+    def __init__(self, config: PackerConfig) -> None:
+        self.config = config
+        self.arenas = HostArenas(config)
+        self.layout = lru_cache(maxsize=256)(self._make_layout)
+        self.buffer_words = self.layout(config.batch_capacity).size
+        self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
+        self._seen = np.zeros(config.capacity, np.int64)
+        self._ones = np.ones(config.batch_capacity, np.int32)
+        self._launch = 0
+        self._checks = 0  # marks a slot as seen in this batch; refused calls count here, not as launches
+
+    def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
+        """Begin handles; see HostArenas.install."""
+        self.arenas.install(slots, rows, resumes)
+
+    def end(self, slots: NDArray[np.int64]) -> None:
+        """End handles; see HostArenas.end."""
+        self.arenas.end(slots)
+
+    def state_row(self, slot: int) -> NDArray[np.int32]:
+        """Copy of a slot's state, int32 `[STATE_WIDTH]`."""
+        return self.arenas.state[slot].copy()
+
+    def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
+        """Copy of ring items; see HostArenas.unsent."""
+        return self.arenas.unsent(slot, begin, end, logprobs=logprobs)
+
+    def step(
+        self,
+        handles: Any,
+        token_ids: Any,
+        accept_lens: Any,
+        logprobs: Any,
+        control: NDArray[np.int32] | None,
+        mode: int,
+    ) -> PackedStep:
+        """Dense inputs: token_ids `[B]` or `[B, T]`, logprobs `[B]` or `[B, S]`; see Packer.step."""
+        handles = host_array("handles", handles, (np.int64,), (1,))
+        batch = handles.shape[0]
+        if token_ids is None:
+            return self.step_ragged(handles, None, _NOTHING, _dense_starts(batch, 0), None, None, control, mode)
+        token_ids = host_array("token_ids", token_ids, (np.int64, np.int32), (1, 2))
+        check_rows("token_ids", token_ids, batch)
+        width = token_ids.shape[1] if token_ids.ndim == 2 else 1
+        if accept_lens is not None:
+            accept_lens = host_array("accept_lens", accept_lens, (np.int32, np.int64), (1,))
+            check_rows("accept_lens", accept_lens, batch)
+            if accept_lens.dtype == np.int64:  # clipped, so that no bad length wraps to a good one
+                accept_lens = np.clip(accept_lens, -1, np.iinfo(np.int32).max).astype(np.int32)
+        score_starts = None
+        if logprobs is not None:
+            logprobs = host_array("logprobs", logprobs, (np.float32,), (1, 2))
+            check_rows("logprobs", logprobs, batch)
+            score_width = logprobs.shape[1] if logprobs.ndim == 2 else 1
+            width = min(width, score_width)
+            logprobs, score_starts = logprobs.reshape(-1), _dense_starts(batch, score_width)
+        starts = _dense_starts(batch, token_ids.shape[1] if token_ids.ndim == 2 else 1)
+        return self.step_ragged(
+            handles, accept_lens, token_ids.reshape(-1), starts, logprobs, score_starts, control, mode, width
+        )
+
+    def step_ragged(
+        self,
+        handles: NDArray[np.int64],
+        accept_lens: NDArray[np.int32] | None,
+        token_ids: NDArray[Any],
+        token_starts: NDArray[np.int64],
+        logprobs: NDArray[np.float32] | None,
+        logprob_starts: NDArray[np.int64] | None,
+        control: NDArray[np.int32] | None,
+        mode: int,
+        width: int | None = None,
+    ) -> PackedStep:
+        """Runs given by start and length; `width` bounds the lengths beside `max_accept`."""
+        config = self.config
+        batch = handles.shape[0]
+        if batch > config.batch_capacity:
+            raise InputError(f"handles: expected at most max_batch = {config.batch_capacity} rows, got {batch}")
+        if control is None:
+            control = NO_CONTROL
+        elif control.shape[1] != batch:
+            raise InputError(f"control: expected {batch} rows, one for each handle, got {control.shape[1]}")
+        if accept_lens is None:
+            accept_lens = self._ones[:batch]
+        scores = _NOTHING if logprobs is None else logprobs.view(np.int32)
+        score_starts = token_starts if logprob_starts is None else logprob_starts
+        max_accept = config.max_accept if width is None else min(width, config.max_accept)
+        self._checks += 1
+        cause, row = loop_check.check_batch(
+            self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, config.backlog_limit,
+            logprobs is not None, self._checks,
+        )  # fmt: skip
+        if cause != loop_check.OK:
+            raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode)
+        if not self._free:
+            raise BufferBusyError(f"step: all {config.buffers} packed steps are in use; release an earlier one first")
+        out = self._free.pop()
+        self._launch += 1
+        layout = self.layout(batch)
+        loop.pack_batch(
+            self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, handles, accept_lens, token_ids,
+            token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens, layout.logprobs, mode,
+            config.policy.bits, config.backlog_limit, config.vocab_size, self._launch,
+        )  # fmt: skip
+        with_logprobs = config.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
+        return PackedStep(out, layout, with_logprobs, self._free.append)
+
+    def _make_layout(self, batch: int) -> L.PackedLayout:
+        return L.packed_layout(batch, self.config.max_items, self.config.logprobs)
+
+    def _input_error(
+        self,
+        cause: int,
+        row: int,
+        handles: NDArray[np.int64],
+        accept_lens: NDArray[np.int32],
+        control: NDArray[np.int32],
+        max_accept: int,
+        mode: int,
+    ) -> InputError:
+        handle = int(handles[row])
+        accept = int(accept_lens[row]) if mode & L.MODE_APPEND else 0
+        asked = control[:, row].tolist() if control.shape[1] else [0] * L.CONTROL_WIDTH
+        text = _CAUSES[cause].format(
+            max_accept=max_accept,
+            accept=accept,
+            handle=handle,
+            flags=asked[L.CONTROL_FLAGS_ROW],
+            code=asked[L.CONTROL_FINISH_CODE],
+            finished_len=asked[L.CONTROL_FINISHED_LEN],
+            visible_len=asked[L.CONTROL_VISIBLE_LEN],
+            limit=self.config.backlog_limit,
+            new_len=int(self.arenas.state[handle & 0xFFFFFFFF, L.OUTPUT_LEN]) + accept,
+        )
+        return InputError(f"{text} (row {row})")

@@ -1,0 +1,189 @@
+"""PackerConfig and EmitPolicy: frozen, checked when made, and saying what memory they take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gpupack import layout as L
+from gpupack.errors import ConfigError
+
+Rule = Literal["modulo", "unsent"]
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class EmitPolicy:
+    """When a request sends (SPEC.md section 2). The default is sglang 0.5.23's rule, mended.
+
+    Parameters
+    ----------
+    stream_rule, force_rule
+        "modulo": by the output length; "unsent": by the tokens not yet sent. For requests that
+        stream, and for those that do not.
+    hold_forced
+        Forced sends of requests that do not stream respect the hold.
+    send_empty
+        A due request sends a row even with nothing unsent.
+    first_token_flush
+        The first token of a request that does not stream goes at once.
+    logprob_before_token
+        A logprob may be counted as sent before it exists, and is then lost.
+    """
+
+    stream_rule: Rule = "unsent"
+    force_rule: Rule = "unsent"
+    hold_forced: bool = True
+    send_empty: bool = False
+    first_token_flush: bool = False
+    logprob_before_token: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("stream_rule", "force_rule"):
+            if getattr(self, name) not in ("modulo", "unsent"):
+                raise ConfigError(f"{name}: expected 'modulo' or 'unsent', got {getattr(self, name)!r}")
+
+    @classmethod
+    def sglang_0_5_16(cls) -> EmitPolicy:
+        """The rules of `sglang==0.5.16`, faults included."""
+        return cls("modulo", "modulo", hold_forced=False, send_empty=True, logprob_before_token=True)
+
+    @classmethod
+    def sglang_0_5_23(cls) -> EmitPolicy:
+        """The rules of `sglang==0.5.23`, faults included."""
+        return cls("unsent", "modulo", hold_forced=False, send_empty=True, logprob_before_token=True)
+
+    @property
+    def bits(self) -> int:
+        """The policy as `layout.POLICY_*` bits."""
+        return (
+            L.POLICY_STREAM_UNSENT * (self.stream_rule == "unsent")
+            | L.POLICY_FORCE_UNSENT * (self.force_rule == "unsent")
+            | L.POLICY_HOLD_FORCED * self.hold_forced
+            | L.POLICY_SKIP_EMPTY * (not self.send_empty)
+            | L.POLICY_FIRST_TOKEN_FLUSH * self.first_token_flush
+            | L.POLICY_LOGPROB_EXISTING * (not self.logprob_before_token)
+        )
+
+
+@dataclass(frozen=True)
+class PackerConfig:
+    """Sizes and rules of a packer; `memory_bytes` says what they cost before anything is allocated.
+
+    Parameters
+    ----------
+    vocab_size
+        A device-judged token id outside `[0, vocab_size)` aborts its request.
+    eos_token_ids
+        End-of-sequence ids of the model, for requests without `ignore_eos`.
+    capacity
+        Slots: how many requests can be open at once.
+    max_batch
+        Rows of the largest batch; `capacity` unless given.
+    window
+        Unsent items kept per slot and channel, a power of two.
+    max_accept
+        Most tokens that one step accepts for a request.
+    max_in_flight
+        Steps that may be launched and not yet taken in.
+    stream_interval, force_interval
+        The server's interval for requests that stream without one of their own, and for those that
+        do not stream.
+    logprobs
+        Keep and send the logprob of each sampled token of requests that ask for it.
+    device
+        "cpu": the CPU backend.
+    policy
+        When a request sends.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    capacity: int = 4096
+    max_batch: int | None = None
+    window: int = 256
+    max_accept: int = 1
+    max_in_flight: int = 2
+    stream_interval: int = 1
+    force_interval: int = 50
+    logprobs: bool = True
+    device: Literal["cpu"] = "cpu"
+    policy: EmitPolicy = field(default_factory=EmitPolicy)
+
+    def __post_init__(self) -> None:
+        if self.max_batch is None:
+            object.__setattr__(self, "max_batch", self.capacity)
+        for name, low, high in (
+            ("vocab_size", 1, INT32_MAX),
+            ("capacity", 1, 1 << 24),
+            ("max_batch", 1, self.capacity),
+            ("window", 2, 1 << 20),
+            ("max_accept", 1, 1 << 16),
+            ("max_in_flight", 1, 64),
+            ("stream_interval", 1, INT32_MAX),
+            ("force_interval", 1, INT32_MAX),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
+        if self.window & (self.window - 1):
+            raise ConfigError(f"window: expected a power of two, got {self.window}")
+        if self.backlog_limit < 1:
+            raise ConfigError(
+                f"window: expected more than max_in_flight * max_accept = {self.max_in_flight * self.max_accept}, "
+                f"got {self.window}"
+            )
+        if self.device != "cpu":
+            raise ConfigError(f"device: expected 'cpu', got {self.device!r}")
+        self._check_memory()
+
+    @property
+    def batch_capacity(self) -> int:
+        """`max_batch`, resolved."""
+        assert self.max_batch is not None
+        return self.max_batch
+
+    @property
+    def backlog_limit(self) -> int:
+        """Unsent items after which a row is sent early.
+
+        Less than the window by what the steps in flight can append: their appends must not overwrite
+        items that `retract` may still have to hand back (DESIGN.md section 3, life of a handle).
+        """
+        return self.window - self.max_in_flight * self.max_accept
+
+    @property
+    def max_items(self) -> int:
+        """Most items of one channel that a row can carry in one step."""
+        return self.window + self.max_accept
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state arena and the rings."""
+        channels = 2 if self.logprobs else 1
+        return L.WORD * self.capacity * (L.STATE_WIDTH + channels * self.window)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all packed-step buffers, each fit for the fullest step."""
+        one = L.packed_layout(self.batch_capacity, self.max_items, self.logprobs).size
+        return L.WORD * one * self.buffers
+
+    @property
+    def buffers(self) -> int:
+        """Packed-step buffers: one for each step in flight and one that is being read."""
+        return self.max_in_flight + 1
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a packer of this configuration allocates, host gate included."""
+        return 2 * self.state_bytes + self.buffer_bytes * 2
+
+    def _check_memory(self) -> None:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.memory_bytes > total:
+            raise ConfigError(
+                f"capacity, max_batch, window: they need {self.memory_bytes} bytes, expected at most the machine's {total}"
+            )

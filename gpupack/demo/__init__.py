@@ -1,0 +1,1 @@
+"""A small continuous-batching loop with a real model, to show gpupack at work."""

@@ -1,0 +1,126 @@
+"""Gate: length, cursors, hold and backlog of host-judged requests, kept by a CPU backend on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack import layout as L
+from gpupack.backend_cpu import CpuBackend
+from gpupack.config import PackerConfig
+from gpupack.control import Control
+from gpupack.join import join_rows
+from gpupack.packed import PackedStep
+from gpupack.request import Request, Resume
+from gpupack.state import state_rows
+
+
+class Conveyed:
+    """The accepted runs that a packed step conveys, for a judge to look at.
+
+    `rows` int32 `[n]` are their places in the packed step, `batch_rows` int32 `[n]` in the batch;
+    `handles` int64 `[n]`, `slots` int32 `[n]`, `starts` int64 `[n]` and `accept_lens` int32 `[n]`
+    into `token_ids` int32. Views of the packed step, where all of its rows are conveyed.
+    """
+
+    __slots__ = ("accept_lens", "batch_rows", "handles", "logprob_starts", "packed", "rows", "slots", "starts")
+
+    def __init__(self, packed: PackedStep) -> None:
+        flags = packed.column(L.R_FLAGS)
+        indptr, logprob_indptr = packed.token_indptr, packed.logprob_indptr
+        self.packed = packed
+        handles = packed.handles
+        if packed.header(L.H_CONVEYED) == packed.rows:
+            self.rows = np.arange(packed.rows, dtype=np.int32)
+            self.handles, self.slots = handles, packed.column(L.R_SLOT)
+            self.batch_rows = packed.column(L.R_BATCH_INDEX)
+            self.accept_lens = np.diff(indptr)
+            self.starts, self.logprob_starts = indptr[:-1].astype(np.int64), logprob_indptr[:-1].astype(np.int64)
+        else:
+            rows = np.flatnonzero(flags & L.ROW_CONVEYED).astype(np.int32)
+            self.rows = rows
+            self.handles, self.slots = handles[rows], packed.column(L.R_SLOT)[rows]
+            self.batch_rows = packed.column(L.R_BATCH_INDEX)[rows]
+            self.accept_lens = indptr[rows + 1] - indptr[rows]
+            self.starts, self.logprob_starts = indptr[rows].astype(np.int64), logprob_indptr[rows].astype(np.int64)
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """Token ids of the whole packed step, int32."""
+        return self.packed.token_ids
+
+
+class Gate:
+    """The CPU backend over conveyed rows, with the host's decisions as control (DESIGN.md section 2)."""
+
+    def __init__(self, config: PackerConfig) -> None:
+        self.config = replace(config, device="cpu")
+        self._backend = CpuBackend(self.config)
+        self._joined: NDArray[np.int32] | None = None
+
+    def admit(
+        self,
+        handles: NDArray[np.int64],
+        requests: Sequence[Request],
+        resumes: Sequence[Resume],
+    ) -> None:
+        """Begin host-judged requests under the handles that the packer gave them.
+
+        The gate finds invalid ids, stop ids and the length of requests that the streamer's judge
+        looks after; the engine finds everything of its own.
+        """
+        judged = [request.judged_by(self.config.eos_token_ids) == "host" for request in requests]
+        nothing = [False] * len(requests)
+        rows = state_rows(handles, requests, resumes, self.config, conveyed=nothing, judged=judged)
+        # The generation is the packer's, whatever this arena held before.
+        self._backend.install(handles & 0xFFFFFFFF, rows, resumes)
+
+    def end(self, slots: NDArray[np.int64]) -> None:
+        """End the handles of these slots."""
+        self._backend.end(slots)
+
+    def retract(self, slot: int) -> Resume:
+        """Where the request of a slot stands, from results already taken in; the caller ends the handle."""
+        state = self._backend.state_row(slot)
+        length, tokens, scores = (int(state[f]) for f in (L.OUTPUT_LEN, L.TOKEN_CURSOR, L.LOGPROB_CURSOR))
+        with_scores = bool(state[L.FLAGS] & L.STATE_LOGPROBS)
+        items = self._backend.unsent(slot, scores, length if with_scores else scores, logprobs=with_scores)
+        return Resume(
+            output_len=length,
+            token_cursor=tokens,
+            logprob_cursor=scores,
+            unsent_tokens=self._backend.unsent(slot, tokens, length),
+            unsent_logprobs=items.view(np.float32),
+        )
+
+    def pack(self, conveyed: Conveyed, control: Control | None, mode: int) -> PackedStep:
+        """Run the rule over the conveyed rows; rows in batch order, with the batch's own indices."""
+        packed = conveyed.packed
+        gated = self._backend.step_ragged(
+            conveyed.handles,
+            conveyed.accept_lens,
+            packed.token_ids,
+            conveyed.starts,
+            packed.logprobs if packed.has_logprobs or self.config.logprobs else None,
+            conveyed.logprob_starts,
+            None if control is None else control.words,
+            mode,
+        )
+        index = gated.column(L.R_BATCH_INDEX)
+        index[:] = conveyed.batch_rows[index]
+        return gated
+
+    def join(self, packed: PackedStep, gated: PackedStep) -> PackedStep:
+        """The rows of both in batch order; valid until the next call, and to be released like any other."""
+        if self._joined is None:
+            self._joined = np.empty(self._backend.buffer_words, np.int32)
+        layout = self._backend.layout(packed.header(L.H_BATCH))
+        a, b = packed.geometry, gated.geometry
+        join_rows(
+            packed.buffer, a.row_stride, a.tokens, a.logprobs, gated.buffer, b.row_stride, b.tokens, b.logprobs,
+            self._joined, layout.row_stride, layout.tokens, layout.logprobs,
+        )  # fmt: skip
+        return PackedStep(self._joined, layout, packed.has_logprobs or gated.has_logprobs)

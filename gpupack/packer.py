@@ -1,0 +1,238 @@
+"""Packer: admit, step, append, pack, retract, retire, close; one backend behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack import layout as L
+from gpupack.checks import host_array
+from gpupack.config import PackerConfig
+from gpupack.control import Control
+from gpupack.errors import ClosedError, InputError
+from gpupack.packed import PackedStep
+from gpupack.request import Request, Resume
+from gpupack.slots import SlotTable
+from gpupack.state import state_rows
+
+
+class Ticket:
+    """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
+
+    __slots__ = ("_packed", "_packer", "control", "endings", "mode")
+
+    def __init__(self, packer: Packer, packed: PackedStep, control: Control | None, mode: int) -> None:
+        self._packer = packer
+        self._packed = packed
+        self.control = control
+        self.mode = mode
+        self.endings = packer.endings
+
+    def ready(self) -> bool:
+        """Whether `wait()` would return at once. Always so on the CPU."""
+        return True
+
+    def wait(self) -> PackedStep:
+        """The packed step; rows of handles that ended since the launch are dropped and counted."""
+        return self._packer._take_in(self)
+
+
+class Packer:
+    """Per-request offsets and unsent output; decides who sends and packs what they send.
+
+    With `convey` (the default) host-judged requests are passed on for the streamer's gate. Without
+    it they keep their cursors here and only `control` ends or holds them: for engines that decide
+    everything on the host. One thread owns a packer. On the CPU nothing is asynchronous.
+    """
+
+    def __init__(self, config: PackerConfig, *, convey: bool = True) -> None:
+        from gpupack.backend_cpu import CpuBackend  # loads Numba, so not before a packer is made
+
+        self.config = config
+        self.slots = SlotTable(config.capacity)
+        self.backend = CpuBackend(config)
+        self.convey = convey
+        self.endings = 0
+        self.dropped_rows = 0
+        self._in_flight: deque[Ticket] = deque()
+        self._closed = False
+
+    # --- life of a handle -------------------------------------------------------------------------
+
+    def admit(self, requests: Sequence[Request], resume: Sequence[Resume | None] | None = None) -> NDArray[np.int64]:
+        """Begin requests; returns their handles, int64 `[n]`.
+
+        `resume[i]`, if not None, says where a retracted request goes on. CapacityError if slots
+        lack, InputError for a bad request; then nothing was admitted.
+        """
+        self._check_open()
+        if resume is not None and len(resume) != len(requests):
+            raise InputError(f"resume: expected {len(requests)} entries, one for each request, got {len(resume)}")
+        resumes = [entry or Resume() for entry in resume or [None] * len(requests)]
+        judges = [request.judged_by(self.config.eos_token_ids) for request in requests]
+        on_host = [judge != "device" for judge in judges]
+        handles = self.slots.take(requests)
+        try:
+            rows = state_rows(
+                handles,
+                requests,
+                resumes,
+                self.config,
+                conveyed=[self.convey and host for host in on_host],
+                judged=[not host for host in on_host],
+            )
+        except InputError:
+            self.slots.end(handles)
+            self.backend.end(handles & 0xFFFFFFFF)
+            raise
+        self.backend.install(handles & 0xFFFFFFFF, rows, resumes)
+        return handles
+
+    def retire(self, handles: Any) -> None:
+        """End handles, int64 `[n]`, in stream order; rows still in flight for them become stale.
+
+        HandleError, and no change, if one is not live.
+        """
+        self._check_open()
+        slots = self.slots.end(host_array("handles", handles, (np.int64,), (1,)))
+        self.backend.end(slots)
+        self.endings += 1
+
+    def retract(self, handle: int, *, output_len: int | None = None) -> Resume:
+        """End a handle whose request will come back, and say where it stands.
+
+        With steps in flight `output_len` says how many tokens the host has committed, from results
+        already taken in; later ones are discarded and their rows dropped. Without it all launched
+        steps must have been taken in. A host-judged request keeps its cursors in the streamer's gate:
+        there use `OutputStreamer.retract`.
+        """
+        self._check_open()
+        slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
+        state = self.backend.state_row(slot)
+        if state[L.FLAGS] & L.STATE_CONVEYED:
+            self.retire(np.array([handle], np.int64))
+            return Resume()
+        if output_len is None:
+            if self._in_flight:
+                raise InputError(f"output_len: expected, {len(self._in_flight)} steps are in flight, got None")
+            output_len = int(state[L.OUTPUT_LEN])
+        cursors = self._cursors_in_flight(handle)
+        if cursors is None and state[L.FLAGS] & L.STATE_FINAL_SENT:
+            raise InputError(f"handle: expected a running request, {handle} has sent its final row; retire it")
+        tokens, scores = cursors or (int(state[L.TOKEN_CURSOR]), int(state[L.LOGPROB_CURSOR]))
+        if not tokens <= output_len <= state[L.OUTPUT_LEN]:
+            raise InputError(f"output_len: expected {tokens} to {state[L.OUTPUT_LEN]}, got {output_len}")
+        with_scores = bool(state[L.FLAGS] & L.STATE_LOGPROBS)
+        resume = Resume(
+            output_len=output_len,
+            token_cursor=tokens,
+            logprob_cursor=scores,
+            unsent_tokens=self.backend.unsent(slot, tokens, output_len),
+            unsent_logprobs=self.backend.unsent(
+                slot, scores, output_len if with_scores else scores, logprobs=with_scores
+            ).view(np.float32),
+        )
+        self.retire(np.array([handle], np.int64))
+        return resume
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        handles: Any,
+        token_ids: Any,
+        *,
+        accept_lens: Any = None,
+        logprobs: Any = None,
+        control: Control | None = None,
+        return_logprob: bool = True,
+    ) -> Ticket:
+        """Take in what was sampled and pack what is due.
+
+        Parameters
+        ----------
+        handles
+            int64 `[B]`; -1 is a padding row. A handle that has ended is counted as stale.
+        token_ids
+            int32 or int64 `[B]`, or `[B, T]` of which the first `accept_lens[i]` count.
+        accept_lens
+            int32 or int64 `[B]`, each 0 to `min(T, max_accept)`; None: one each.
+        logprobs
+            float32 `[B]` or `[B, S]`, aligned with the accepted tokens; needed if a request of the
+            batch asked for logprobs.
+        control
+            What the host asks of the rows, or None.
+        return_logprob
+            Whether logprobs are sent with this step; the backlog waits if not.
+
+        Raises InputError (nothing was changed) and BufferBusyError.
+        """
+        return self._launch(
+            handles, token_ids, accept_lens, logprobs, control, L.MODE_APPEND | L.MODE_PACK, return_logprob
+        )
+
+    def append(self, handles: Any, token_ids: Any, *, accept_lens: Any = None, logprobs: Any = None) -> Ticket:
+        """Only take in what was sampled; the step has conveyed rows and early sends at most."""
+        return self._launch(handles, token_ids, accept_lens, logprobs, None, L.MODE_APPEND, False)
+
+    def pack(self, handles: Any, *, control: Control | None = None, return_logprob: bool = True) -> Ticket:
+        """Only pack what is due: the host has decided and says so in `control`."""
+        return self._launch(handles, None, None, None, control, L.MODE_PACK, return_logprob)
+
+    def close(self) -> None:
+        """Stop; steps that were launched and not taken in can no longer be. Closing twice is harmless."""
+        self._closed = True
+        self._in_flight.clear()
+
+    def _launch(
+        self,
+        handles: Any,
+        token_ids: Any,
+        accept_lens: Any,
+        logprobs: Any,
+        control: Control | None,
+        mode: int,
+        return_logprob: bool,
+    ) -> Ticket:
+        self._check_open()
+        if len(self._in_flight) >= self.config.max_in_flight:
+            raise InputError(
+                f"step: expected at most max_in_flight = {self.config.max_in_flight} steps that were not taken in"
+            )
+        mode |= L.MODE_LOGPROBS * return_logprob
+        words = None if control is None else control.words
+        packed = self.backend.step(handles, token_ids, accept_lens, logprobs, words, mode)
+        ticket = Ticket(self, packed, control, mode)
+        self._in_flight.append(ticket)
+        return ticket
+
+    def _take_in(self, ticket: Ticket) -> PackedStep:
+        self._check_open()
+        if not self._in_flight or self._in_flight[0] is not ticket:
+            raise InputError("wait: expected steps to be taken in once, in the order of their launch")
+        self._in_flight.popleft()
+        packed = ticket._packed
+        if ticket.endings != self.endings and packed.rows:
+            ended = self.slots.generations[packed.column(L.R_SLOT)] != packed.column(L.R_GENERATION)
+            if ended.any():
+                self.dropped_rows += int(ended.sum())
+                packed.drop_rows(ended)
+        return packed
+
+    def _cursors_in_flight(self, handle: int) -> tuple[int, int] | None:
+        """Token and logprob cursor before the first row of this handle that is still in flight, if any."""
+        for ticket in self._in_flight:
+            packed = ticket._packed
+            found = np.flatnonzero(packed.handles == handle)
+            if len(found):
+                row = int(found[0])
+                return int(packed.column(L.R_TOKEN_START)[row]), int(packed.column(L.R_LOGPROB_START)[row])
+        return None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this packer was closed")

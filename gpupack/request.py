@@ -1,0 +1,142 @@
+"""Request: what the host knows of a request; Resume: where a retracted one stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack import layout as L
+from gpupack.errors import InputError
+
+FinishReason = dict[str, Any]
+"""`{type: stop, matched}`, `{type: length, length}` or `{type: abort, message, status_code, err_type}`."""
+
+Judge = Literal["device", "host", "engine"]
+
+PROMPT_TAIL = 5  # prompt tokens that go with the first row, for the detokenizer's context (SPEC.md section 3)
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation job, as the scheduler hands it to `OutputStreamer.admit` or `Packer.admit`.
+
+    Parameters
+    ----------
+    rid
+        Name of the request at the receiver.
+    prompt_ids
+        The unpadded prompt.
+    max_new_tokens
+        Length cap.
+    stream, stream_interval
+        Whether it streams, and its own interval (None or 0: the server's).
+    stop_token_ids, ignore_eos
+        Stop ids beside the model's end-of-sequence ids; `ignore_eos` switches off both.
+    stop
+        Stop strings; a request with any is host-judged.
+    judge
+        Who finds the finish: "device"; "host", the streamer's stop-string judge; or "engine", which
+        passes its decisions as control. None: "host" with stop strings or with more stop ids than
+        the device keeps, else "device".
+    return_logprob
+        Send the logprob of each sampled token.
+    http_worker_ipc, decoded_text, cached_tokens, skip_special_tokens, spaces_between_special_tokens, no_stop_trim
+        Passed on in the opening record.
+    """
+
+    rid: str
+    prompt_ids: Sequence[int] = ()
+    max_new_tokens: int = NO_LIMIT
+    stream: bool = True
+    stream_interval: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    stop: Sequence[str] = ()
+    judge: Judge | None = None
+    return_logprob: bool = False
+    http_worker_ipc: str | None = None
+    decoded_text: str = ""
+    cached_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    """Set when the host ends the request; a device-judged finish is in its final row."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rid, str) or not self.rid:
+            raise InputError(f"rid: expected a non-empty string, got {self.rid!r}")
+        for name, low in (("max_new_tokens", 0), ("stream_interval", 0), ("cached_tokens", 0)):
+            value = getattr(self, name)
+            optional = name == "stream_interval" and value is None
+            if not optional and not (isinstance(value, int) and low <= value <= NO_LIMIT):
+                raise InputError(f"{name} of {self.rid}: expected an integer from {low} to {NO_LIMIT}, got {value!r}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise InputError(f"stop of {self.rid}: expected a sequence of non-empty strings, got {self.stop!r}")
+        if self.judge not in (None, "device", "host", "engine"):
+            raise InputError(f"judge of {self.rid}: expected device, host, engine or None, got {self.judge!r}")
+        if self.judge == "device" and self.stop:
+            raise InputError(f"judge of {self.rid}: stop strings cannot be judged on the device")
+
+    @property
+    def prompt_tail(self) -> list[int]:
+        """Up to 5 last tokens of the prompt; their number is the read offset."""
+        return [int(token) for token in self.prompt_ids[-PROMPT_TAIL:]]
+
+    def stop_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
+        """End-of-sequence and stop ids that end this request, each once, in that order."""
+        return [] if self.ignore_eos else list(dict.fromkeys([*eos_token_ids, *self.stop_token_ids]))
+
+    def judged_by(self, eos_token_ids: Sequence[int]) -> Judge:
+        """Who finds the finish of this request."""
+        too_many = len(self.stop_ids(eos_token_ids)) > L.MAX_STOP_IDS
+        if self.judge == "device" and too_many:
+            raise InputError(
+                f"stop_token_ids of {self.rid}: expected at most {L.MAX_STOP_IDS} ids with the end-of-sequence ids "
+                f"for judge='device', got {len(self.stop_ids(eos_token_ids))}"
+            )
+        return self.judge or ("host" if self.stop or too_many else "device")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resume:
+    """Where a retracted request stands: what `Packer.retract` returns and `admit(resume=)` takes.
+
+    `unsent_tokens` int32 `[output_len - token_cursor]` and `unsent_logprobs` float32
+    `[output_len - logprob_cursor]` (empty without logprobs) are host arrays of the items that were
+    committed and not sent.
+    """
+
+    output_len: int = 0
+    token_cursor: int = 0
+    logprob_cursor: int = 0
+    unsent_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    unsent_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    opened: bool = False
+    """A row of the request has been sent under an earlier handle."""
+    restarted: bool = False
+    """Its output was dropped: the next row tells the receiver to discard what it holds."""
+
+    def dropped(self) -> Resume:
+        """The same request, its output dropped: it starts over (SPEC.md section 4, restart)."""
+        return Resume(opened=self.opened, restarted=self.opened)
+
+    def check(self, rid: str, backlog_limit: int, logprobs: bool) -> None:
+        """Raise InputError unless cursors and items fit each other and the window."""
+        for name, cursor, items in (
+            ("unsent_tokens", self.token_cursor, self.unsent_tokens),
+            ("unsent_logprobs", self.logprob_cursor if logprobs else self.output_len, self.unsent_logprobs),
+        ):
+            expected = max(self.output_len - cursor, 0)
+            if cursor < 0 or len(items) != expected or expected > backlog_limit:
+                raise InputError(
+                    f"resume.{name} of {rid}: expected {expected} items, at most {backlog_limit} "
+                    f"(output_len {self.output_len}, cursor {cursor}), got {len(items)}"
+                )
+        if not 0 <= self.token_cursor <= self.output_len:
+            raise InputError(f"resume.token_cursor of {rid}: expected 0 to {self.output_len}, got {self.token_cursor}")

@@ -1,0 +1,187 @@
+"""What a reader checks of a frame before it believes any of it (docs/wire.md), one error class a cause.
+
+Nothing is allocated from a number in the frame before that number was checked against the size of
+the message. Columns are checked whole, never row by row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpupack import layout as L
+from gpupack.errors import (
+    FrameMagicError,
+    FrameSectionError,
+    FrameTruncatedError,
+    FrameValueError,
+    FrameVersionError,
+    SideRecordError,
+)
+from gpupack.frame import (
+    ALIGN,
+    ENTRY_BYTES,
+    ENTRY_FIELDS,
+    FLAG_IDLE,
+    FLAG_LOGPROBS,
+    HEADER,
+    MAGIC,
+    MAX_SECTIONS,
+    RESERVED,
+    TABLES,
+    VERSION,
+    Frame,
+    Header,
+    Int32,
+    Plan,
+    check_size,
+    plan_frame,
+    table_shape,
+)
+from gpupack.side import FINISH_IN_EXTRAS, SideRecord
+
+CODE_MASK = L.CODE_MASK << L.ROW_CODE_SHIFT
+ROW_MASK = L.ROW_FINAL | L.ROW_EARLY | L.ROW_OPENING | L.ROW_RESTARTED | CODE_MASK
+LAST_CODE = len(L.FINISH_CODES) - 1
+
+
+def peek(view: memoryview, max_frame_bytes: int) -> Header:
+    """Read the header and check it against the size of the message.
+
+    Raises FrameTruncatedError, FrameTooLargeError, FrameMagicError, FrameVersionError or, for flags,
+    rank and reserved bytes, FrameValueError.
+    """
+    if len(view) < HEADER.size:
+        raise FrameTruncatedError(f"frame: expected at least {HEADER.size} bytes, got {len(view)}")
+    check_size(len(view), max_frame_bytes)
+    header = Header._make(HEADER.unpack_from(view))
+    if header.magic != MAGIC:
+        raise FrameMagicError(f"magic: expected {MAGIC!r}, got {header.magic!r}")
+    if header.version != VERSION:
+        raise FrameVersionError(f"version: expected {VERSION}, got {header.version}")
+    if header.frame_bytes != len(view) or len(view) % ALIGN:
+        raise FrameTruncatedError(
+            f"frame_bytes: expected the message's {len(view)}, a multiple of {ALIGN}, got {header.frame_bytes}"
+        )
+    if header.flags & ~(FLAG_IDLE | FLAG_LOGPROBS) or header.reserved != RESERVED:
+        raise FrameValueError(f"header: expected known flags and reserved bytes 0, got flags {header.flags:#x}")
+    if header.flags & FLAG_IDLE and header.rows:
+        raise FrameValueError(f"rows: expected 0 in the frame of an idle batch, got {header.rows}")
+    if header.dp_rank < 0:
+        raise FrameValueError(f"dp_rank: expected at least 0, got {header.dp_rank}")
+    return header
+
+
+def check_table(view: memoryview, header: Header) -> Plan:
+    """Check the section table and return where the sections are; raises FrameSectionError.
+
+    The header's counts and the set of sections leave one possible table: the one found must equal it,
+    and the frame must end where it ends.
+    """
+    count = header.sections
+    if count > MAX_SECTIONS or HEADER.size + ENTRY_BYTES * count > len(view):
+        raise FrameSectionError(f"sections: expected at most {MAX_SECTIONS} inside the frame, got {count}")
+    entries = TABLES[count].unpack_from(view, HEADER.size)
+    plan = plan_frame(table_shape(header, entries))
+    if entries != plan.entries:
+        expected, got = (
+            [e[i : i + ENTRY_FIELDS] for i in range(0, len(e), ENTRY_FIELDS)] for e in (plan.entries, entries)
+        )
+        wrong = next((pair for pair in zip(expected, got, strict=False) if pair[0] != pair[1]), (expected, got))
+        raise FrameSectionError(
+            f"section table: expected (id, dtype, offset, count, reserved) {wrong[0]}, got {wrong[1]}"
+        )
+    if plan.size != len(view):
+        raise FrameSectionError(f"sections: expected to end at {len(view)}, the frame's size, got {plan.size}")
+    if header.logprobs and not header.flags & FLAG_LOGPROBS:
+        raise FrameSectionError(f"logprobs: expected 0 without logprob sections, got {header.logprobs}")
+    return plan
+
+
+def check_padding(words: Int32, view: memoryview, plan: Plan) -> None:
+    """Raise FrameValueError if a byte between two sections, or behind the side record, is not 0."""
+    for at in plan.pads:
+        if words[at]:
+            raise FrameValueError(f"padding: expected 0, got {words[at]} at byte {at * L.WORD}")
+    if plan.side[1] and any(view[plan.side[1] :]):
+        raise FrameValueError("padding: expected 0 behind the side record")
+
+
+def _check_indptr(name: str, indptr: Int32, items: int) -> None:
+    first, last = int(indptr[0]), int(indptr[-1])
+    if first != 0 or last != items:
+        raise FrameValueError(f"{name}: expected to run from 0 to {items}, got {first} to {last}")
+    falls = indptr[1:] < indptr[:-1]
+    if np.count_nonzero(falls):
+        row = int(falls.argmax())
+        raise FrameValueError(f"{name}: expected offsets that never fall, got {indptr[row : row + 2]} at row {row}")
+
+
+def _check_flags(seen: int, flags: Int32, match: Int32 | None) -> None:
+    if seen & ~ROW_MASK:
+        raise FrameValueError(f"flags: expected bits of {ROW_MASK:#x}, got {seen:#x}")
+    if bool(seen & L.ROW_FINAL) != (match is not None):
+        raise FrameSectionError(f"match: expected it if and only if a row is final, got {seen & L.ROW_FINAL} final")
+    if not seen & (L.ROW_FINAL | CODE_MASK):
+        return
+    codes = flags >> L.ROW_CODE_SHIFT
+    final = flags & L.ROW_FINAL
+    if ((codes != L.FINISH_NONE) != final).any() or codes.max() > LAST_CODE:
+        raise FrameValueError(f"flags: expected a finish code from 1 to {LAST_CODE} in final rows, 0 in others")
+    if match is not None and match[final == 0].any():
+        raise FrameValueError("match: expected 0 in rows that are not final")
+
+
+def _check_unique(slot: Int32) -> None:
+    ordered = np.sort(slot)
+    twice = ordered[1:] == ordered[:-1]
+    if np.count_nonzero(twice):
+        raise FrameValueError(f"slot: expected each at most once, got {ordered[twice.argmax()]} twice")
+
+
+def check_columns(frame: Frame) -> int:
+    """Check the values of every column and return the flags of all rows, or-ed.
+
+    Raises FrameValueError, or FrameSectionError for `match`.
+    """
+    if frame.rows:
+        for name, column, low in (
+            ("slot", frame.slot, 0),
+            ("generation", frame.generation, 1),
+            ("visible_len", frame.visible_len, 0),
+        ):
+            lowest = int(np.minimum.reduce(column))
+            if lowest < low:
+                raise FrameValueError(f"{name}: expected at least {low}, got {lowest}")
+        _check_unique(frame.slot)
+    seen = int(np.bitwise_or.reduce(frame.flags))
+    _check_flags(seen, frame.flags, frame.match)
+    _check_indptr("token_indptr", frame.token_indptr, len(frame.token_ids))
+    if frame.logprob_indptr is not None and frame.logprobs is not None:
+        _check_indptr("logprob_indptr", frame.logprob_indptr, len(frame.logprobs))
+    return seen
+
+
+def check_side(side: SideRecord | None, flags: Int32, seen: int) -> None:
+    """Check that the side record names the rows that it must and no others; raises SideRecordError.
+
+    `flags` is the column, `seen` all of it or-ed.
+    """
+    if side is None:
+        if not seen & (L.ROW_OPENING | CODE_MASK):
+            return
+        side = SideRecord()
+    expected = np.flatnonzero(flags & L.ROW_OPENING).tolist()
+    if [opening.row for opening in side.openings] != expected:
+        raise SideRecordError(f"openings: expected one for each of the {len(expected)} rows with the opening flag")
+    for opening in side.openings:
+        if opening.tokens_before and flags[opening.row] & L.ROW_RESTARTED:
+            raise SideRecordError(f"tokens_before: expected 0 in restarted row {opening.row}")
+    extras = [extra.row for extra in side.extras]
+    if any(a >= b for a, b in zip(extras, extras[1:], strict=False)) or (extras and extras[-1] >= len(flags)):
+        raise SideRecordError(f"extras: expected rising rows below {len(flags)}, got {extras[:8]}")
+    codes = flags >> L.ROW_CODE_SHIFT
+    with_finish = [extra.row for extra in side.extras if extra.finish is not None]
+    if with_finish != np.flatnonzero(np.isin(codes, FINISH_IN_EXTRAS)).tolist():
+        raise SideRecordError(
+            f"finish: expected in the extras of rows of finish codes {FINISH_IN_EXTRAS} and no others"
+        )

@@ -1,0 +1,1 @@
+"""Triton kernels of gpupack, installed as `gpupack.kernels`."""
