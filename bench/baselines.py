@@ -1,8 +1,13 @@
 """What engines do today: a Python loop over the requests of a step, then pickle.
 
 A per-request streamer with the columns and the bookkeeping of SPEC.md section 3 under the rule of the
-0.5.23 preset, written for comparison only. Its cost per request is to be near that of the real
-SGLang streamer, measured in DESIGN.md section 1; the real package is benchmarked as a peer elsewhere.
+0.5.23 preset, written for comparison only; the real package is benchmarked as a peer elsewhere. It
+does the same kinds of work per request as the engine's loop (method calls, array slices, appends to
+columns held as attributes, checks of every optional column), and nothing to make it slower. Measured
+beside the real streamer on one machine it is somewhat cheaper in the loop: the engine's request has
+several times as many attributes, its process a larger heap for the garbage collector to walk, and its
+row a few columns more. Encode and decode, bytes per row too, come close. Ratios against this baseline
+therefore err on the low side.
 """
 
 from __future__ import annotations
@@ -11,190 +16,246 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-PROMPT_TAIL = 5
-COLUMNS = (
-    "rids", "http_worker_ipcs", "finished_reasons", "decoded_texts", "decode_ids", "read_offsets", "output_ids",
-    "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "prompt_tokens", "completion_tokens",
-    "cached_tokens", "cached_tokens_details", "reasoning_tokens", "retraction_counts", "image_tokens", "audio_tokens",
-    "video_tokens", "time_stats",
-)  # fmt: skip
-LOGPROB_COLUMNS = (
+from baseline_request import BaselineRequest
+
+INPUT_LOGPROBS = (
     "input_token_logprobs_val", "input_token_logprobs_idx", "input_top_logprobs_val", "input_top_logprobs_idx",
-    "input_token_ids_logprobs_val", "input_token_ids_logprobs_idx", "output_token_logprobs_val",
-    "output_token_logprobs_idx", "output_top_logprobs_val", "output_top_logprobs_idx",
+    "input_token_ids_logprobs_val", "input_token_ids_logprobs_idx",
+)  # fmt: skip
+OUTPUT_LOGPROBS = (
+    "output_token_logprobs_val", "output_token_logprobs_idx", "output_top_logprobs_val", "output_top_logprobs_idx",
     "output_token_ids_logprobs_val", "output_token_ids_logprobs_idx",
 )  # fmt: skip
 
 
-@dataclass
-class TimeStats:
-    """The timing record that travels with every row of an engine's message."""
-
-    queue_time: float = 0.0
-    prefill_time: float = 0.0
-    first_token_time: float = 0.0
-    decode_time: float = 0.0
+def _column() -> Any:
+    return field(default_factory=list)
 
 
-@dataclass(eq=False)
-class SamplingParams:
-    """The flags that the loop reads of each request."""
-
-    stream_interval: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(eq=False)
-class BaselineRequest:
-    """A request as an engine's scheduler keeps it: Python lists of everything it has output."""
-
-    rid: str
-    prompt_ids: list[int]
-    sampling_params: SamplingParams
-    stream: bool = True
-    return_logprob: bool = False
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    logprob_ids: list[int] = field(default_factory=list)
-    finished_reason: dict[str, Any] | None = None
-    finished_len: int | None = None
-    finished_output: bool = False
-    send_token_offset: int = 0
-    send_decode_id_offset: int = 0
-    send_logprob_offset: int = 0
-    decode_ids: list[int] | None = None
-    decoded_len: int = 0
-    read_offset: int = 0
-    http_worker_ipc: str | None = None
-    decoded_text: str = ""
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    retraction_count: int = 0
-    multimodal_inputs: Any = None
-    input_logprob_sent: bool = False
-    time_stats: TimeStats = field(default_factory=TimeStats)
-
-    @property
-    def visible_ids(self) -> list[int]:
-        """Output up to the stop."""
-        if self.finished_len is not None:
-            return self.output_ids[: self.finished_len]
-        return self.output_ids
-
-    def incremental_ids(self) -> tuple[list[int], int]:
-        """Prompt tail and output so far, and the length of the tail."""
-        output = self.visible_ids
-        if self.decode_ids is None:
-            tail = self.prompt_ids[-PROMPT_TAIL:]
-            self.read_offset = len(tail)
-            self.decode_ids = tail + output
-        else:
-            self.decode_ids.extend(output[self.decoded_len :])
-        self.decoded_len = len(output)
-        return self.decode_ids, self.read_offset
-
-    def could_stop(self) -> bool:
-        """Whether the tail could begin a stop string; none of the benchmark's requests has one."""
-        return bool(self.sampling_params.stop)
-
-    def cached_details(self) -> dict[str, int] | None:
-        """Breakdown of cached tokens."""
-        return {"device": self.cached_tokens, "host": 0} if self.cached_tokens > 0 else None
-
-    def multimodal_counts(self) -> tuple[int, int, int]:
-        """Image, audio and video tokens."""
-        return (0, 0, 0) if self.multimodal_inputs is None else self.multimodal_inputs.counts()
-
-
-@dataclass
+@dataclass(slots=True, eq=False)
 class BatchMessage:
-    """The message of one step: a list per column."""
+    """The message of one step: a list per column, None where the whole column is absent."""
 
-    columns: dict[str, list[Any] | None]
+    rids: list[str] = _column()
+    http_worker_ipcs: list[str | None] = _column()
+    finished_reasons: list[dict[str, Any] | None] = _column()
+    decoded_texts: list[str] = _column()
+    decode_ids: list[Any] = _column()
+    read_offsets: list[int] = _column()
+    output_ids: list[Any] = _column()
+    skip_special_tokens: list[bool] = _column()
+    spaces_between_special_tokens: list[bool] = _column()
+    no_stop_trim: list[bool] = _column()
+    prompt_tokens: list[int] = _column()
+    completion_tokens: list[int] = _column()
+    cached_tokens: list[int] = _column()
+    cached_tokens_details: list[dict[str, int] | None] = _column()
+    reasoning_tokens: list[int] = _column()
+    retraction_counts: list[int] = _column()
+    image_tokens: list[int] = _column()
+    audio_tokens: list[int] = _column()
+    video_tokens: list[int] = _column()
+    time_stats: list[Any] = _column()
+    spec_verify_ct: list[int] = _column()
+    spec_num_correct_drafts: list[int] = _column()
+    input_token_logprobs_val: list[Any] | None = None
+    input_token_logprobs_idx: list[Any] | None = None
+    input_top_logprobs_val: list[Any] | None = None
+    input_top_logprobs_idx: list[Any] | None = None
+    input_token_ids_logprobs_val: list[Any] | None = None
+    input_token_ids_logprobs_idx: list[Any] | None = None
+    output_token_logprobs_val: list[Any] | None = None
+    output_token_logprobs_idx: list[Any] | None = None
+    output_top_logprobs_val: list[Any] | None = None
+    output_top_logprobs_idx: list[Any] | None = None
+    output_token_ids_logprobs_val: list[Any] | None = None
+    output_token_ids_logprobs_idx: list[Any] | None = None
+    output_hidden_states: list[Any] | None = None
+    routed_experts: list[Any] | None = None
+    indexer_topk: list[Any] | None = None
+    customized_info: dict[str, list[Any]] | None = None
+    beam_output: list[Any] | None = _column()
+    dp_ranks: list[int] | None = None
+
+
+class RowCollector:
+    """Collects the rows of one step; one `accept` for each request of the batch."""
+
+    def __init__(self, streamer: PerRequestStreamer, return_logprob: bool, asked: tuple[bool, bool, bool]) -> None:
+        self.out = BatchMessage()
+        self.streamer = streamer
+        self.return_logprob = return_logprob
+        self.hidden_states, self.routed_experts, self.indexer_topk = asked
+        self.customized_info: dict[str, list[Any]] = {}
+        if return_logprob:
+            for name in INPUT_LOGPROBS + OUTPUT_LOGPROBS:
+                setattr(self.out, name, [])
+        for name, present in zip(("output_hidden_states", "routed_experts", "indexer_topk"), asked, strict=True):
+            if present:
+                setattr(self.out, name, [])
+
+    def accept(self, request: BaselineRequest) -> None:
+        """Add the request's row if it is due, and move its cursors."""
+        if request.beam_group is not None:
+            return
+        if not self._is_due(request):
+            return
+        out = self.out
+        params = request.sampling_params
+        sent = request.send_token_offset
+        output = request.visible_ids
+        out.rids.append(request.rid)
+        out.http_worker_ipcs.append(request.http_worker_ipc)
+        out.finished_reasons.append(dict(request.finished_reason) if request.finished_reason else None)
+        out.output_ids.append(output[sent:])
+        request.send_token_offset = len(output)
+        out.decoded_texts.append(request.decoded_text)
+        context, read_offset = request.detokenizer_context()
+        out.decode_ids.append(context[request.send_decode_id_offset :])
+        request.send_decode_id_offset = len(context)
+        out.read_offsets.append(read_offset)
+        out.skip_special_tokens.append(params.skip_special_tokens)
+        out.spaces_between_special_tokens.append(params.spaces_between_special_tokens)
+        out.no_stop_trim.append(params.no_stop_trim)
+        out.prompt_tokens.append(len(request.prompt_ids))
+        out.completion_tokens.append(len(output))
+        out.cached_tokens.append(request.cached_tokens)
+        out.cached_tokens_details.append(self.streamer.cached_details(request))
+        out.reasoning_tokens.append(request.reasoning_tokens)
+        out.retraction_counts.append(request.retraction_count)
+        images, audio, video = request.multimodal_counts()
+        out.image_tokens.append(images)
+        out.audio_tokens.append(audio)
+        out.video_tokens.append(video)
+        out.time_stats.append(request.time_stats)
+        out.beam_output.append(None if request.beam_group is None else request.beam_group.output())
+        if self.streamer.speculative:
+            out.spec_verify_ct.append(request.spec_verify_ct)
+            out.spec_num_correct_drafts.append(request.spec_num_correct_drafts)
+        if self.return_logprob:
+            self._add_input_logprobs(request)
+            self._add_output_logprobs(request, len(output))
+        self._add_optional(request, sent, len(output))
+
+    def message(self, dp_rank: int) -> BatchMessage | None:
+        """The collected rows, or None without any."""
+        out = self.out
+        if not out.rids:
+            return None
+        out.dp_ranks = [dp_rank] * len(out.rids)
+        out.customized_info = self.customized_info or None
+        if not any(entry is not None for entry in out.beam_output):
+            out.beam_output = None
+        return out
+
+    def _is_due(self, request: BaselineRequest) -> bool:
+        if request.finished():
+            request.finished_output = True
+            if request.finished_len is None:
+                request.finished_len = len(request.output_ids)
+            return True
+        if not request.stream:
+            return len(request.output_ids) % self.streamer.force_interval == 0
+        interval = request.sampling_params.stream_interval or self.streamer.stream_interval
+        unsent = len(request.output_ids) - request.send_token_offset
+        due = interval == 1 or unsent >= interval or (request.send_token_offset == 0 and unsent > 0)
+        return due and not request.tail_begins_stop()
+
+    def _add_input_logprobs(self, request: BaselineRequest) -> None:
+        out = self.out
+        prompt = request.logprobs.prompt
+        if request.return_logprob and not request.input_logprob_sent and prompt is not None:
+            for name in INPUT_LOGPROBS:
+                getattr(out, name).append(prompt[name])
+            request.input_logprob_sent = True
+            return
+        out.input_token_logprobs_val.append([])
+        out.input_token_logprobs_idx.append([])
+        out.input_top_logprobs_val.append([])
+        out.input_top_logprobs_idx.append([])
+        out.input_token_ids_logprobs_val.append([])
+        out.input_token_ids_logprobs_idx.append([])
+
+    def _add_output_logprobs(self, request: BaselineRequest, length: int) -> None:
+        if not request.return_logprob:
+            for name in OUTPUT_LOGPROBS:
+                getattr(self.out, name).append([])
+            return
+        out, scores = self.out, request.logprobs
+        begin = request.send_logprob_offset
+        end = length if request.is_retracted else max(length, 1)
+        out.output_token_logprobs_val.append(scores.token_val[begin:end])
+        out.output_token_logprobs_idx.append(scores.token_idx[begin:end])
+        out.output_top_logprobs_val.append(scores.top_val[begin:end])
+        out.output_top_logprobs_idx.append(scores.top_idx[begin:end])
+        out.output_token_ids_logprobs_val.append(scores.ids_val[begin:end])
+        out.output_token_ids_logprobs_idx.append(scores.ids_idx[begin:end])
+        request.send_logprob_offset = end
+
+    def _add_optional(self, request: BaselineRequest, sent: int, length: int) -> None:
+        out = self.out
+        if self.hidden_states:
+            out.output_hidden_states.append(request.hidden_states if request.return_hidden_states else None)
+        if self.routed_experts:
+            out.routed_experts.append(request.routed_experts if request.return_routed_experts else None)
+        if self.indexer_topk:
+            out.indexer_topk.append(request.indexer_topk if request.return_indexer_topk else None)
+        rows = len(out.rids)
+        if request.customized_info is not None:
+            for key, values in request.customized_info.items():
+                if key not in self.customized_info:
+                    self.customized_info[key] = [[None] * len(ids) for ids in out.output_ids[:-1]]
+                delta = [None] * (length - sent) if values is None else values[sent:length]
+                self.customized_info[key].append(delta)
+        for entries in self.customized_info.values():
+            if len(entries) < rows:
+                entries.append([None] * (length - sent))
 
 
 class PerRequestStreamer:
-    """The loop over requests, with the rule of the 0.5.23 preset."""
+    """The loop over the requests of a step, with the rule of the 0.5.23 preset."""
 
-    def __init__(self, stream_interval: int = 1, force_interval: int = 50) -> None:
+    def __init__(self, stream_interval: int = 1, force_interval: int = 50, dp_rank: int = 0) -> None:
         self.stream_interval = stream_interval
         self.force_interval = force_interval
+        self.dp_rank = dp_rank
+        self.speculative = False
+        self.storage_tier = False
+        self.log_time_stats = False
 
-    def message(self, requests: list[BaselineRequest], return_logprob: bool) -> BatchMessage | None:
+    def message(
+        self, requests: list[BaselineRequest], return_logprob: bool, skip: BaselineRequest | None = None
+    ) -> BatchMessage | None:
         """What the step sends, or None."""
-        columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        scores: dict[str, list[Any]] = {name: [] for name in LOGPROB_COLUMNS} if return_logprob else {}
+        asked = (
+            any(request.return_hidden_states for request in requests if request is not skip),
+            any(request.return_routed_experts for request in requests if request is not skip),
+            any(request.return_indexer_topk for request in requests if request is not skip),
+        )
+        collector = RowCollector(self, return_logprob, asked)
         for request in requests:
-            if request.finished_reason is not None and request.finished_output:
+            if request is skip or (request.finished() and request.finished_output):
                 continue
-            if self._sends(request):
-                self._row(request, columns)
-                if return_logprob:
-                    self._logprobs(request, scores)
-        if not columns["rids"]:
-            return None
-        absent = dict.fromkeys(LOGPROB_COLUMNS) if not return_logprob else {}
-        return BatchMessage({**columns, **scores, **absent})
+            collector.accept(request)
+            self._log_finished(request)
+        return collector.message(self.dp_rank)
 
     def encode(self, message: BatchMessage) -> bytes:
         """The engine's default wire."""
         return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
-    def _sends(self, request: BaselineRequest) -> bool:
-        if request.finished_reason is not None:
-            request.finished_output = True
-            if request.finished_len is None:
-                request.finished_len = len(request.output_ids)
-            return True
-        length = len(request.output_ids)
-        if not request.stream:
-            return length % self.force_interval == 0
-        interval = request.sampling_params.stream_interval or self.stream_interval
-        unsent = length - request.send_token_offset
-        due = interval == 1 or unsent >= interval or (request.send_token_offset == 0 and unsent > 0)
-        return due and not request.could_stop()
+    def decode(self, data: bytes) -> BatchMessage:
+        """What the detokenizer does with it."""
+        return pickle.loads(data)
 
-    def _row(self, request: BaselineRequest, columns: dict[str, list[Any]]) -> None:
-        params = request.sampling_params
-        columns["rids"].append(request.rid)
-        columns["http_worker_ipcs"].append(request.http_worker_ipc)
-        columns["finished_reasons"].append(request.finished_reason)
-        output = request.visible_ids
-        columns["output_ids"].append(output[request.send_token_offset :])
-        request.send_token_offset = len(output)
-        columns["decoded_texts"].append(request.decoded_text)
-        decode_ids, read_offset = request.incremental_ids()
-        columns["decode_ids"].append(decode_ids[request.send_decode_id_offset :])
-        request.send_decode_id_offset = len(decode_ids)
-        columns["read_offsets"].append(read_offset)
-        columns["skip_special_tokens"].append(params.skip_special_tokens)
-        columns["spaces_between_special_tokens"].append(params.spaces_between_special_tokens)
-        columns["no_stop_trim"].append(params.no_stop_trim)
-        columns["prompt_tokens"].append(len(request.prompt_ids))
-        columns["completion_tokens"].append(len(output))
-        columns["cached_tokens"].append(request.cached_tokens)
-        columns["cached_tokens_details"].append(request.cached_details())
-        columns["reasoning_tokens"].append(request.reasoning_tokens)
-        columns["retraction_counts"].append(request.retraction_count)
-        image, audio, video = request.multimodal_counts()
-        columns["image_tokens"].append(image)
-        columns["audio_tokens"].append(audio)
-        columns["video_tokens"].append(video)
-        columns["time_stats"].append(request.time_stats)
+    def cached_details(self, request: BaselineRequest) -> dict[str, Any] | None:
+        """Which tier the cached prompt tokens came from."""
+        storage = request.cached_tokens_storage
+        if request.cached_tokens_device > 0 or request.cached_tokens_host > 0 or storage > 0:
+            details = {"device": request.cached_tokens_device, "host": request.cached_tokens_host}
+            return details | {"storage": storage} if storage > 0 or self.storage_tier else details
+        return {"device": request.cached_tokens, "host": 0} if request.cached_tokens > 0 else None
 
-    def _logprobs(self, request: BaselineRequest, scores: dict[str, list[Any]]) -> None:
-        for name in LOGPROB_COLUMNS[:6]:
-            scores[name].append([])
-        begin, end = request.send_logprob_offset, max(request.send_token_offset, 1)
-        if request.return_logprob:
-            scores["output_token_logprobs_val"].append(request.logprobs[begin:end])
-            scores["output_token_logprobs_idx"].append(request.logprob_ids[begin:end])
-            request.send_logprob_offset = end
-        else:
-            scores["output_token_logprobs_val"].append([])
-            scores["output_token_logprobs_idx"].append([])
-        for name in LOGPROB_COLUMNS[8:]:
-            scores[name].append([])
+    def _log_finished(self, request: BaselineRequest) -> None:
+        if request.finished() and self.log_time_stats:
+            raise NotImplementedError("the baseline logs nothing")

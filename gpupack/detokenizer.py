@@ -25,8 +25,8 @@ from gpupack.errors import DetokenizerError
 
 # A valid character has at most 4 bytes, so more unshown tokens than this mean broken bytes or tokens without text.
 _MAX_PENDING = 8
-# Tokens of context behind a cut. A decoder of bytes is in step again after 3 of them, and the last 3 may be unfinished.
-_CONTEXT = 8
+# Tokens kept as context. An unfinished character has at most 3 bytes, and its first one is right in any context.
+_CONTEXT = 4
 _BROKEN = "\ufffd"
 _FLAGS = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
@@ -152,7 +152,7 @@ class TextStream:
         self._unfed = list(window)
         self._anchor = list(window)  # tokens before the pending ones; the stream keeps the same two
         self._pending: list[int] = []  # tokens given to the stream since it last put out text
-        self._lead: str | None = lead  # none: the stream put out text since, and takes off the anchor's itself
+        self._lead: str | None = lead  # none once the stream has put out text: it takes off the anchor's itself
 
     def _feed(self, ids: list[int]) -> str:
         """Steps the stream; every id survives decoding and the last one ends a byte run. Returns new text."""
@@ -166,13 +166,9 @@ class TextStream:
             return self._rebase()
         if text is None:
             return self._rebase() if len(self._pending) > _MAX_PENDING else ""
-        if self._lead is None:
-            self._anchor = self._pending
-        else:
-            text = self._unshown(text)
-            self._anchor = self._anchor + self._pending
-            self._lead = None
-        self._pending = []
+        if self._lead is not None:
+            text, self._lead = self._unshown(text), None
+        self._anchor, self._pending = self._pending, []
         return text
 
     def _rebase(self) -> str:

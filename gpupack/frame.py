@@ -167,16 +167,19 @@ def check_size(size: int, max_frame_bytes: int) -> None:
         raise FrameTooLargeError(f"frame: expected at most {max_frame_bytes} bytes, got {size}")
 
 
-def write_head(out: memoryview | bytearray, shape: Shape, plan: Plan, *, dp_rank: int, step: int, idle: bool) -> None:
-    """Write header and section table of an unstamped frame (stream id and frame number 0)."""
+def write_header(out: memoryview | bytearray, shape: Shape, plan: Plan, *, dp_rank: int, step: int, idle: bool) -> None:
+    """Write the header of an unstamped frame (stream id and frame number 0)."""
     sections = len(plan.entries) // ENTRY_FIELDS
     flags = FLAG_IDLE * idle | FLAG_LOGPROBS * (shape.logprobs is not None)
-    logprobs = shape.logprobs or 0
     HEADER.pack_into(
-        out, 0, MAGIC, VERSION, sections, 0, 0, dp_rank, shape.rows, shape.tokens, logprobs, flags, plan.size, step,
-        RESERVED,
+        out, 0, MAGIC, VERSION, sections, 0, 0, dp_rank, shape.rows, shape.tokens, shape.logprobs or 0, flags,
+        plan.size, step, RESERVED,
     )  # fmt: skip
-    TABLES[sections].pack_into(out, HEADER.size, *plan.entries)
+
+
+def write_table(out: memoryview | bytearray, plan: Plan) -> None:
+    """Write the section table."""
+    TABLES[len(plan.entries) // ENTRY_FIELDS].pack_into(out, HEADER.size, *plan.entries)
 
 
 def stamp(frame: memoryview | bytearray, stream_id: int, frame_no: int) -> None:

@@ -201,6 +201,33 @@ def packed_layout(batch: int, max_items: int, logprobs: bool) -> PackedLayout:
     return PackedLayout(row_stride, tokens, logprob_start, size)
 
 
+# --- Launch: what the host says of one launch, in front of the control rows; and the words between blocks ---
+
+LAUNCH_FIELDS = {
+    "batch": "rows of the batch",
+    "mode": "MODE_* bits",
+    "token_stride": "items from one row of token_ids to the next",
+    "logprob_stride": "the same for logprobs",
+    "controlled": "1: control rows follow",
+    "has_logprobs": "1: there are logprobs",
+}
+LAUNCH_BATCH, LAUNCH_MODE, LAUNCH_TOKEN_STRIDE, LAUNCH_LOGPROB_STRIDE, LAUNCH_CONTROLLED, LAUNCH_HAS_LOGPROBS = range(6)
+LAUNCH_WORDS = 8
+
+SCAN_AXES = {
+    "rows": "rows of the block",
+    "tokens": "their tokens",
+    "logprobs": "their logprobs",
+    "lost": "stale, late and early rows, 10 bits each; an error bit above",
+    "kinds": "held, final and conveyed rows, 10 bits each",
+}
+SCAN_ROWS, SCAN_TOKENS, SCAN_LOGPROBS, SCAN_LOST, SCAN_KINDS = range(5)
+SCAN_COUNT_BITS = 10  # of a counter within a word, so a block has fewer than 1024 rows
+SCAN_HEADER = 1  # 64-bit words before the axes: the launch number
+
+ERROR_ACCEPT_LEN = 1  # a row's accept_lens was out of range
+ERROR_NO_LOGPROBS = 2  # a request asked for logprobs and none came
+
 # --- Frame: sections of the wire (docs/wire.md) ---------------------------------------------------
 
 

@@ -13,10 +13,10 @@ INT32_MAX = 2**31 - 1
 
 FinishReason: TypeAlias = dict[str, str | int | float | bool | None]
 
-Row: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+RowIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
-PromptTail: TypeAlias = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=5)]
+PromptTail: TypeAlias = Annotated[list[TokenId], msgspec.Meta(max_length=5)]
 Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=1 << L.SLOT_BITS, le=2**63 - 1)]
 
 FINISH_IN_EXTRAS = (L.FINISH_STOP_STRING, L.FINISH_HOST)  # codes whose reason travels in the side record
@@ -30,11 +30,11 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     sent before under another handle.
     """
 
-    row: Row
+    row: RowIndex
     rid: str
     worker: str | None = None
     decoded_text: str = ""
-    prompt_tail: PromptTail = ()
+    prompt_tail: PromptTail = []
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -47,16 +47,16 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 class RowExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What row `row` has beside its columns; None: nothing of that kind."""
 
-    row: Row
+    row: RowIndex
     finish: FinishReason | None = None
 
 
 class SideRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Opening records and extras by rising row, and handles that ended without a final row."""
 
-    openings: tuple[OpeningRecord, ...] = ()
-    extras: tuple[RowExtras, ...] = ()
-    ended: tuple[Handle, ...] = ()
+    openings: list[OpeningRecord] = []
+    extras: list[RowExtras] = []
+    ended: list[Handle] = []
 
 
 _EMPTY = SideRecord()

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from gpupack.sender import OutputSender
 
 
+_NO_HANDLES = np.empty(0, np.int64)
+
+UNNAMED_END: FinishReason = {"type": "abort", "message": "Aborted", "status_code": 500, "err_type": "Aborted"}
+"""The reason of a request that the engine ends without setting `Request.finish_reason`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SendReport:
     """What one step sent: rows, tokens, bytes of the frame (0 without one), handles of final rows int64 `[n]`."""
@@ -205,7 +211,7 @@ class OutputStreamer:
         if finals:
             codes = packed.column(L.R_FLAGS) >> L.ROW_CODE_SHIFT
             for row in np.flatnonzero(codes >= L.FINISH_STOP_STRING).tolist():
-                extras.append(RowExtras(row=row, finish=self._request(slots, row).finish_reason))
+                extras.append(RowExtras(row=row, finish=self._request(slots, row).finish_reason or UNNAMED_END))
         if not (len(opening) or extras or self._ended):
             return None, b""
         row_flags = np.zeros(packed.rows, np.int32)
@@ -252,6 +258,3 @@ class OutputStreamer:
         for handle in handles[self._judged_here[slots]].tolist():
             assert self.judge is not None
             self.judge.end(handle, resumable=resumable)
-
-
-_NO_HANDLES = np.empty(0, np.int64)

@@ -6,6 +6,8 @@ the message. Columns are checked whole, never row by row.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from gpupack import layout as L
@@ -177,7 +179,7 @@ def check_side(side: SideRecord | None, flags: Int32, seen: int) -> None:
         if opening.tokens_before and flags[opening.row] & L.ROW_RESTARTED:
             raise SideRecordError(f"tokens_before: expected 0 in restarted row {opening.row}")
     extras = [extra.row for extra in side.extras]
-    if any(a >= b for a, b in zip(extras, extras[1:], strict=False)) or (extras and extras[-1] >= len(flags)):
+    if any(a >= b for a, b in pairwise(extras)) or (extras and extras[-1] >= len(flags)):
         raise SideRecordError(f"extras: expected rising rows below {len(flags)}, got {extras[:8]}")
     codes = flags >> L.ROW_CODE_SHIFT
     with_finish = [extra.row for extra in side.extras if extra.finish is not None]

@@ -14,13 +14,13 @@ from gpupack.frame import (
     Buffer,
     Frame,
     Int32,
-    Plan,
     Shape,
     as_words,
     check_size,
     plan_frame,
     view_columns,
-    write_head,
+    write_header,
+    write_table,
 )
 from gpupack.packed import PackedStep
 from gpupack.side import decode_side, encode_side
@@ -91,35 +91,34 @@ class FrameEncoder:
         FrameTooLargeError
             Nothing was written.
         """
-        buffer, stride = packed.buffer, packed.geometry.row_stride
+        buffer, geometry = packed.buffer, packed.geometry
         header = buffer[: L.HEADER_WORDS].tolist()
-        rows = header[L.H_ROWS]
-        start = packed.geometry.column(L.R_SLOT)
+        rows, tokens = header[L.H_ROWS], header[L.H_TOKENS]
+        logprobs = header[L.H_LOGPROBS] if packed.has_logprobs else None
+        start, stride = geometry.column(L.R_SLOT), geometry.row_stride
         block = buffer[start : start + len(ROW_SECTIONS) * stride].reshape(-1, stride)[:, :rows]
-        flags = block[FLAGS_AT]
-        if row_flags is not None:
-            if row_flags.shape != flags.shape:
-                raise InputError(f"row_flags: expected shape {flags.shape}, got {row_flags.shape}")
-            flags = flags | row_flags
+        flags = block[FLAGS_AT] if row_flags is None else _join_flags(block[FLAGS_AT], row_flags)
         seen = int(np.bitwise_or.reduce(flags))
         if seen & L.ROW_CONVEYED:
             raise InputError("packed: expected rows that go on the wire, got conveyed ones; pass them through the gate")
         if step < 0 or (idle and rows):
             raise InputError(f"expected a step from 0 and no rows in an idle batch, got step {step}, {rows} rows")
-        logprobs = header[L.H_LOGPROBS] if packed.has_logprobs else None
-        shape = Shape(rows, header[L.H_TOKENS], logprobs, seen & L.ROW_FINAL != 0, len(side))
+        shape = Shape(rows, tokens, logprobs, seen & L.ROW_FINAL != 0, len(side))
         if shape != self._shape:
             self._arrange(shape)
         self._rows[:] = block[: len(self._rows)]
         if row_flags is not None:
             self._rows[FLAGS_AT] = flags
-        self._token_indptr[:] = packed.token_indptr
-        self._token_ids[:] = packed.token_ids
+        start = geometry.column(L.R_TOKEN_INDPTR)
+        self._token_indptr[:] = buffer[start : start + rows + 1]
+        self._token_ids[:] = buffer[geometry.tokens : geometry.tokens + tokens]
         if logprobs is not None:
-            self._logprob_indptr[:] = packed.logprob_indptr
-            self._logprobs[:] = packed.logprobs.view(np.int32)
-        self._side[:] = side
-        write_head(self._frame, shape, self._plan, dp_rank=self.dp_rank, step=step, idle=idle)
+            start = geometry.column(L.R_LOGPROB_INDPTR)
+            self._logprob_indptr[:] = buffer[start : start + rows + 1]
+            self._logprobs[:] = buffer[geometry.logprobs : geometry.logprobs + logprobs]
+        if side:
+            self._side[:] = side
+        write_header(self._frame, shape, self._plan, dp_rank=self.dp_rank, step=step, idle=idle)
         return self._frame
 
     def _arrange(self, shape: Shape) -> None:
@@ -131,8 +130,9 @@ class FrameEncoder:
         if size > len(self._words):
             self._words = np.zeros(2 * size, np.int32)
         words = self._words[:size]
-        self._frame = memoryview(words).cast("B")
-        # Padding is cleared once: no write of a frame of this shape touches it.
+        self._frame = words.data.cast("B")
+        write_table(self._frame, plan)
+        # Padding, too, is written once: later frames of this shape leave it alone.
         if shape.side_bytes:
             self._frame[plan.side[1] :] = bytes(plan.size - plan.side[1])
         for at in plan.pads:
@@ -151,6 +151,12 @@ class FrameEncoder:
         self._shape = shape
 
 
+def _join_flags(flags: Int32, row_flags: Int32) -> Int32:
+    if row_flags.shape != flags.shape:
+        raise InputError(f"row_flags: expected shape {flags.shape}, got {row_flags.shape}")
+    return flags | row_flags
+
+
 def encode_frame(frame: Frame, *, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytearray:
     """Encode columns as an unstamped frame of its own; not for the hot path. Does not block.
 
@@ -167,7 +173,8 @@ def encode_frame(frame: Frame, *, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     for index, start, end in plan.words:
         words[start:end] = np.ascontiguousarray(frame[index - len(L.WIRE_SECTIONS)]).view(np.int32)
     out[slice(*plan.side)] = side
-    write_head(out, shape, plan, dp_rank=frame.dp_rank, step=frame.step, idle=frame.idle)
+    write_header(out, shape, plan, dp_rank=frame.dp_rank, step=frame.step, idle=frame.idle)
+    write_table(out, plan)
     return out
 
 

@@ -172,17 +172,19 @@ def test_leading_space_comes_from_the_prompt_tail(kind: str, word: str, want: st
 
 
 def raw_stream_fails(tokenizer: Tokenizer, ids: list[int]) -> None:
+    """At the last id, not before."""
     stream = DecodeStream(skip_special_tokens=True)
+    for i in ids[:-1]:
+        stream.step(tokenizer, i)
     with pytest.raises(Exception, match="Invalid prefix"):
-        for i in ids:
-            stream.step(tokenizer, i)
+        stream.step(tokenizer, ids[-1])
 
 
 def test_where_decode_stream_fails_the_text_is_still_one_full_decode() -> None:
     """vllm-project/vllm#17448: a broken byte turns its whole run into U+FFFD, also a space or a letter before it."""
     tokenizer = small(KINDS["byte_fallback"])
     ids = [tokenizer.token_to_id(t) for t in ("a", "<0x20>", "<0x41>", "<0xBB>", "<s>", "<0xE4>", "b", "<0x41>", "ab")]
-    raw_stream_fails(tokenizer, ids)
+    raw_stream_fails(tokenizer, ids[:7])
     stream = TextStream(tokenizer)
     assert [stream.push([i]) for i in ids] == ["a", "", "", "", "", "", "\ufffd" * 4 + "b", "", "Aab"]
     assert stream.text == tokenizer.decode(ids)
@@ -245,11 +247,26 @@ def test_stop_string_is_the_one_that_ends_in_the_last_token(smollm2: Tokenizer) 
         stream.push(ids[:split])
         stream.finish(ids[split:], stop)
         assert stream.text == "one END, two"
-    behind = TextStream(smollm2)
-    behind.push(ids[:2])
-    assert behind.finish([], stop) == ""  # it lies in shown text: nothing raises, nothing more comes
-    absent = TextStream(smollm2)
-    assert absent.finish(ids[:2], {"type": "stop", "matched": "?"}) == "one END"
+    for text, matched, want in [
+        ("one END END", " END", "one END"),
+        ("no END, yes, no END", "o END", "no END, yes, n"),
+        ("no END", "?", "no END"),
+    ]:
+        reason = {"type": "stop", "matched": matched}
+        assert TextStream(smollm2).finish(smollm2.encode(text).ids, reason) == want
+
+
+def test_stop_string_elsewhere_than_in_the_last_token(smollm2: Tokenizer) -> None:
+    """From a scheduler that sends what is behind the stop, or sent the stop itself too early: nothing raises."""
+    stop = {"type": "stop", "matched": " END"}
+    first, last = (smollm2.encode(t, add_special_tokens=False).ids for t in ("one END,", " two END more"))
+    stream = TextStream(smollm2)
+    stream.push(first)
+    assert stream.finish(last, stop) == " two"
+    stream = TextStream(smollm2)
+    assert stream.push(first) == "one END,"
+    assert stream.push(smollm2.encode("你").ids[:1]) == ""
+    assert stream.finish([], stop) == ""  # what was held lies behind the stop
 
 
 def test_stop_token_is_not_decoded(smollm2: Tokenizer) -> None:
@@ -278,12 +295,18 @@ def test_stop_token_sent_before_the_finish(smollm2: Tokenizer) -> None:
 
 
 def test_restart_forgets_held_bytes_and_text(smollm2: Tokenizer) -> None:
-    part, *_ = ids = smollm2.encode("你好", add_special_tokens=False).ids
-    stream = TextStream(smollm2, smollm2.encode("say").ids)
-    stream.push([500, part])
-    stream.restart()
-    assert stream.text == ""
-    assert stream.push(ids) == "你好" == stream.text
+    fallback = small(KINDS["byte_fallback"])
+    whole = [fallback.token_to_id(f"<0x{byte:02X}>") for byte in "你好".encode()] + [fallback.token_to_id("a")]
+    for tokenizer, ids, want in (
+        (smollm2, smollm2.encode("你好", add_special_tokens=False).ids, "你好"),
+        (fallback, whole, "你好a"),
+    ):
+        stream = TextStream(tokenizer, [ids[-1]])
+        assert stream.push(ids) == want
+        assert stream.push(ids[:1]) == ""
+        stream.restart()
+        assert stream.text == ""
+        assert stream.push(ids) == want == stream.text
 
 
 def test_calls_after_the_end_and_ids_out_of_range_raise(smollm2: Tokenizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from gpupack import layout as L
@@ -105,7 +107,7 @@ def test_packed_sections_are_aligned_and_do_not_overlap(batch: int, max_items: i
         sections.append((layout.column(field), layout.column(field) + entries))
     sections.append((layout.tokens, layout.tokens + batch * max_items))
     sections.append((layout.logprobs, layout.logprobs + batch * max_items * logprobs))
-    for (_, end), (begin, _) in zip(sections, sections[1:], strict=False):
+    for (_, end), (begin, _) in pairwise(sections):
         assert end <= begin
     assert sections[-1][1] <= layout.size
     assert all(begin % L.ALIGN_WORDS == 0 for begin, _ in sections)

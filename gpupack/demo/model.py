@@ -44,8 +44,8 @@ class _Step:
 class SlotModel:
     """A causal LM with one KV cache row per slot.
 
-    The slots of a batch are integers on the host (CPU tensor, NumPy array or sequence), each at most once, in any
-    order. All checks are done there, before anything is written. Work is enqueued on the current stream of the device, without
+    The slots of a batch are integers on the host (CPU tensor, NumPy array, sequence), each at most once, in any order.
+    All checks are done there, before anything is written. Work is enqueued on the device's current stream, without
     synchronising. Weights, cache and logits are float32. One thread owns a model.
 
     Attributes

@@ -1,0 +1,349 @@
+"""One step of a packer in one launch: append, finish, who sends, scan, gather, advance.
+
+The same rule as `gpupack/loop.py`, to the bit, for a block of the batch a program. Everything a
+program reads of a slot it reads first; a barrier; then it writes. Blocks learn the sums of the blocks
+before them through one 64-bit word an axis, a launch number above a count (CUDA.md).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gpupack.kernels import constants as C
+
+INT32_MIN = tl.constexpr(-(2**31))
+INT32_MAX = tl.constexpr(2**31 - 1)
+NOWHERE = tl.constexpr(2**30)  # no position of a run
+CHUNK = tl.constexpr(8)  # ring items copied at a time: one sector
+
+
+@triton.jit
+def field(rows, FIELD: tl.constexpr):
+    """Column FIELD of state rows `[BLOCK, STATE_WIDTH]`, `[BLOCK]`."""
+    columns = tl.arange(0, C.STATE_WIDTH)
+    return tl.sum(tl.where(columns[None, :] == FIELD, rows, 0), axis=1)
+
+
+@triton.jit
+def as_int32(token):
+    """Token ids in 32 bits; one that does not fit stays out of every vocabulary."""
+    return tl.minimum(tl.maximum(token.to(tl.int64), INT32_MIN), INT32_MAX).to(tl.int32)
+
+
+@triton.jit
+def control_row(control_ptr, FIELD: tl.constexpr, batch, offs_row, mask_row, UNSET: tl.constexpr):
+    """Control word FIELD of the block's rows, `[BLOCK]`; UNSET where there is none."""
+    return tl.load(control_ptr + C.LAUNCH_WORDS + FIELD * batch + offs_row, mask=mask_row, other=UNSET)
+
+
+@triton.jit
+def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
+    """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md section 2, finish."""
+    cap = field(state, C.MAX_NEW_TOKENS)
+    place = tl.arange(0, ACCEPT)[None, :]
+    within = place < tl.minimum(accept, cap - old_len)[:, None]
+    invalid = within & ((run < 0) | (run >= VOCAB_SIZE))
+    bad_at = tl.min(tl.where(invalid, place, NOWHERE), axis=1)
+    stops = (flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK
+    is_stop = within & (run != run)
+    for k in tl.static_range(C.MAX_STOP_IDS):
+        is_stop = is_stop | (within & (k < stops)[:, None] & (run == field(state, C.STOP_0 + k)[:, None]))
+    stop_at = tl.min(tl.where(is_stop, place, NOWHERE), axis=1)
+    bad, stop = bad_at < NOWHERE, stop_at < NOWHERE
+    full = (accept > 0) & (old_len + accept >= cap)
+    at = tl.where(bad, bad_at, stop_at)
+    token = tl.sum(tl.where(place == at[:, None], run, 0), axis=1)
+    code = tl.where(full, C.FINISH_LENGTH, C.FINISH_NONE)
+    code = tl.where(bad, C.FINISH_INVALID_TOKEN, tl.where(stop, C.FINISH_STOP_TOKEN, code))
+    end = tl.where(bad, old_len + bad_at, tl.where(stop, old_len + stop_at + 1, tl.where(full, cap, -1)))
+    match = tl.where(bad | stop, token, tl.where(full, cap, 0))
+    return code, end, match
+
+
+@triton.jit
+def is_due(flags, visible, cursor, interval, POLICY: tl.constexpr):
+    """The interval rule of running requests, `[BLOCK]` int1. SPEC.md section 2, points 4 and 5."""
+    unsent = visible - cursor
+    if POLICY & C.POLICY_STREAM_UNSENT:
+        stream_due = (unsent >= interval) | ((cursor == 0) & (unsent > 0))
+    else:
+        stream_due = visible % interval == 1
+    if POLICY & C.POLICY_FORCE_UNSENT:
+        force_due = unsent >= interval
+    else:
+        force_due = visible % interval == 0
+    if POLICY & C.POLICY_FIRST_TOKEN_FLUSH:
+        force_due = force_due | ((cursor == 0) & (unsent > 0))
+    due = tl.where((flags & C.STATE_STREAM) != 0, (interval == 1) | stream_due, force_due)
+    if POLICY & C.POLICY_SKIP_EMPTY:
+        due = due & (unsent > 0)
+    return due
+
+
+@triton.jit
+def put_items(
+    ring_ptr, slot, out_ptr, at, run, begin, end, old_len, mask_row, WINDOW: tl.constexpr, ACCEPT: tl.constexpr
+):
+    """Copy output items [begin, end) of each row to out[at:]: the ring has those before old_len, the run the rest."""
+    in_ring = tl.where(mask_row, tl.minimum(end, old_len) - begin, 0)
+    for chunk in range(0, tl.max(in_ring, axis=0), CHUNK):
+        place = chunk + tl.arange(0, CHUNK)[None, :]
+        mask = place < in_ring[:, None]
+        source = slot[:, None] * WINDOW + ((begin[:, None] + place) & (WINDOW - 1))
+        tl.store(out_ptr + at[:, None] + place, tl.load(ring_ptr + source, mask=mask), mask=mask)
+    position = old_len[:, None] + tl.arange(0, ACCEPT)[None, :]
+    mask = mask_row[:, None] & (position >= begin[:, None]) & (position < end[:, None])
+    tl.store(out_ptr + at[:, None] + position - begin[:, None], run, mask=mask)
+
+
+@triton.jit
+def keep_items(ring_ptr, slot, run, begin, end, old_len, mask_row, WINDOW: tl.constexpr, ACCEPT: tl.constexpr):
+    """Keep what is unsent of the run, from output position `begin` on, in the ring."""
+    position = old_len[:, None] + tl.arange(0, ACCEPT)[None, :]
+    mask = mask_row[:, None] & (position >= begin[:, None]) & (position < end[:, None])
+    tl.store(ring_ptr + slot[:, None] * WINDOW + (position & (WINDOW - 1)), run, mask=mask)
+
+
+@triton.jit
+def count(condition):
+    """How many rows of the block."""
+    return tl.sum(condition.to(tl.int32), axis=0)
+
+
+@triton.jit
+def three_counts(a, b, c):
+    """Three counts of the block in one word."""
+    return count(a) | (count(b) << C.SCAN_COUNT_BITS) | (count(c) << (2 * C.SCAN_COUNT_BITS))
+
+
+@triton.jit
+def publish(scan_ptr, AXIS: tl.constexpr, block, launch, value, BLOCKS: tl.constexpr):
+    """Tell later blocks this block's sum on an axis."""
+    word = (launch << 32) | value.to(tl.int64)
+    tl.atomic_xchg(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + block, word, sem="release")
+
+
+@triton.jit
+def words_below(scan_ptr, AXIS: tl.constexpr, block, launch, BLOCKS: tl.constexpr):
+    """Counts of the lower blocks on an axis, `[BLOCKS]`, 0 elsewhere; waits until all carry this launch's number."""
+    offs = tl.arange(0, BLOCKS)
+    mask = offs < block
+    pointer = scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + offs
+    word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
+    while tl.max(tl.where(mask & ((word >> 32) != launch), 1, 0), axis=0) == 1:
+        word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
+    return tl.where(mask, word & 0xFFFFFFFF, 0).to(tl.int32)
+
+
+@triton.jit
+def put_counts(out_ptr, own, below, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
+    """Header words of three counters: this block's and those of the blocks below."""
+    low: tl.constexpr = (1 << C.SCAN_COUNT_BITS) - 1
+    tl.store(out_ptr + FIRST, (own & low) + tl.sum(below & low, axis=0))
+    for_second = (below >> C.SCAN_COUNT_BITS) & low
+    tl.store(out_ptr + SECOND, ((own >> C.SCAN_COUNT_BITS) & low) + tl.sum(for_second, axis=0))
+    for_third = (below >> (2 * C.SCAN_COUNT_BITS)) & low
+    tl.store(out_ptr + THIRD, ((own >> (2 * C.SCAN_COUNT_BITS)) & low) + tl.sum(for_third, axis=0))
+
+
+@triton.jit
+def pack_kernel(
+    arena_ptr,  # int32: state [CAPACITY, STATE_WIDTH], token ring [CAPACITY, WINDOW], logprob ring likewise
+    handles_ptr,  # int64 [batch]
+    token_ids_ptr,  # int32 or int64 [batch, token_stride]
+    accept_lens_ptr,  # int32 [batch]
+    logprobs_ptr,  # int32 bit patterns [batch, logprob_stride]
+    control_ptr,  # int32: launch words, then control rows [CONTROL_WIDTH, batch]
+    out_ptr,  # int32: one packed step
+    scan_ptr,  # int64: launch number, then words [SCAN axes, BLOCKS]
+    CAPACITY: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_ACCEPT: tl.constexpr,
+    MAX_ITEMS: tl.constexpr,
+    BACKLOG_LIMIT: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    POLICY: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    ACCEPT: tl.constexpr,  # MAX_ACCEPT, rounded up to a power of two
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # most blocks of a launch, a power of two
+):
+    """One step for BLOCK rows of the batch; see the module and CUDA.md."""
+    block = tl.program_id(0)
+    launch = tl.load(scan_ptr)
+    batch = tl.load(control_ptr + C.LAUNCH_BATCH)
+    mode = tl.load(control_ptr + C.LAUNCH_MODE)
+    controlled = tl.load(control_ptr + C.LAUNCH_CONTROLLED) != 0
+    token_ring_ptr = arena_ptr + CAPACITY * C.STATE_WIDTH
+    logprob_ring_ptr = token_ring_ptr + tl.full([], CAPACITY, tl.int64) * WINDOW
+
+    # Handle check: a handle that has ended, was never given or is padding has no live slot.
+    offs_row = block * BLOCK + tl.arange(0, BLOCK)
+    mask_row = offs_row < batch
+    handle = tl.load(handles_ptr + offs_row, mask=mask_row, other=C.PADDING_HANDLE)
+    slot = handle & 0xFFFFFFFF
+    mask_slot = (handle >= 0) & (slot < CAPACITY)
+    columns = tl.arange(0, C.STATE_WIDTH)[None, :]
+    # [BLOCK, STATE_WIDTH]
+    state = tl.load(arena_ptr + slot[:, None] * C.STATE_WIDTH + columns, mask=mask_slot[:, None], other=0)
+    flags = field(state, C.FLAGS)
+    generation = (handle >> C.SLOT_BITS).to(tl.int32)
+    live = mask_slot & (field(state, C.GENERATION) == generation) & ((flags & C.STATE_LIVE) != 0)
+    stale = mask_row & ~live & (handle != C.PADDING_HANDLE)
+
+    # What the host asks; a skipped row neither appends nor sends.
+    mask_control = live & controlled
+    asked = control_row(control_ptr, C.CONTROL_FLAGS_ROW, batch, offs_row, mask_control, 0)
+    visible_len = control_row(control_ptr, C.CONTROL_VISIBLE_LEN, batch, offs_row, mask_control, -1)
+    live = live & ((asked & C.CONTROL_SKIP) == 0)
+
+    # The accepted run, [BLOCK, ACCEPT]; a row with an impossible length, or without its logprobs, is an error.
+    appending, packing = (mode & C.MODE_APPEND) != 0, (mode & C.MODE_PACK) != 0
+    accept = tl.load(accept_lens_ptr + offs_row, mask=live & appending, other=0)
+    has_scores = live & ((flags & C.STATE_LOGPROBS) != 0)
+    error = (live & ((accept < 0) | (accept > MAX_ACCEPT))) & live
+    no_scores = has_scores & (accept > 0) & (tl.load(control_ptr + C.LAUNCH_HAS_LOGPROBS) == 0)
+    live = live & ~error & ~no_scores
+    accept = tl.where(live, accept, 0)
+    has_scores = has_scores & live
+    conveyed = live & ((flags & C.STATE_CONVEYED) != 0)
+    gone = live & ~conveyed & ((flags & C.STATE_FINAL_SENT) != 0)
+    late = gone & (accept > 0)
+    taken = live & ~conveyed & ~gone
+    was_finished = (flags & C.STATE_FINISHED) != 0
+    accept = tl.where(conveyed | (taken & ~was_finished), accept, 0)
+    place = tl.arange(0, ACCEPT)[None, :]
+    mask_run = place < accept[:, None]
+    offs_run = offs_row[:, None].to(tl.int64)
+    token_stride = tl.load(control_ptr + C.LAUNCH_TOKEN_STRIDE)
+    run = as_int32(tl.load(token_ids_ptr + offs_run * token_stride + place, mask=mask_run, other=0))
+
+    # Whether it ends: what the host asks goes first; nothing counts behind a finish that is known already.
+    old_len = tl.where(conveyed, 0, field(state, C.OUTPUT_LEN))
+    new_len = old_len + accept
+    code, end, match = find_finish(state, flags, old_len, accept, run, VOCAB_SIZE, ACCEPT)
+    judged = (flags & C.STATE_JUDGED) != 0
+    code, end, match = tl.where(judged, code, C.FINISH_NONE), tl.where(judged, end, -1), tl.where(judged, match, 0)
+    mask_finish = mask_control & ((asked & C.CONTROL_FINISH) != 0)
+    wanted = control_row(control_ptr, C.CONTROL_FINISHED_LEN, batch, offs_row, mask_finish, -1)
+    open_end = tl.where(code == C.FINISH_NONE, new_len, end)
+    end = tl.where(mask_finish, tl.where(wanted >= 0, wanted, open_end), end)
+    host_code = control_row(control_ptr, C.CONTROL_FINISH_CODE, batch, offs_row, mask_finish, 0)
+    host_match = control_row(control_ptr, C.CONTROL_MATCH, batch, offs_row, mask_finish, 0)
+    code = tl.where(was_finished, C.FINISH_NONE, tl.where(mask_finish, host_code, code))
+    match = tl.where(was_finished, field(state, C.MATCH), tl.where(mask_finish, host_match, match))
+    finished = taken & (was_finished | (code != C.FINISH_NONE))
+    end = tl.where(was_finished, field(state, C.FINISHED_LEN), end)
+    flags = flags | (code << C.CODE_SHIFT) | tl.where(finished, C.STATE_FINISHED, 0)
+    visible = tl.where(visible_len >= 0, tl.minimum(new_len, visible_len), new_len)
+    visible = tl.where(finished, end, tl.where(conveyed, accept, visible))
+
+    # Who sends: a finish once; else who is due and not held; else who would overrun its window.
+    cursor = tl.where(conveyed, 0, field(state, C.TOKEN_CURSOR))
+    score_cursor = tl.where(conveyed, 0, field(state, C.LOGPROB_CURSOR))
+    over = (new_len - cursor > BACKLOG_LIMIT) | (has_scores & (new_len - score_cursor > BACKLOG_LIMIT))
+    over = over & taken
+    due = is_due(flags, visible, cursor, field(state, C.INTERVAL), POLICY)
+    due = due | (((asked & C.CONTROL_FLUSH) != 0) & (visible > cursor))
+    due = due & taken & ~finished & packing
+    held = due & ((asked & C.CONTROL_HOLD) != 0)
+    if not POLICY & C.POLICY_HOLD_FORCED:
+        held = held & ((flags & C.STATE_STREAM) != 0)
+    sends = (finished & packing) | (due & ~held)
+    early = over & ~sends
+    row = conveyed | sends | early
+    returns = has_scores & (conveyed | (row & (over | ((mode & C.MODE_LOGPROBS) != 0))))
+
+    # How many items; then where, in the order of the batch.
+    score_end = tl.where(conveyed, accept, tl.maximum(visible, 1))
+    exist = tl.minimum(score_end, new_len)
+    tokens = tl.where(row, tl.maximum(visible - cursor, 0), 0)
+    scores = tl.where(returns, tl.maximum(exist - score_cursor, 0), 0)
+    rank = tl.cumsum(row.to(tl.int32), axis=0)
+    token_sum, score_sum = tl.cumsum(tokens, axis=0), tl.cumsum(scores, axis=0)
+    lost = three_counts(stale, late, early) | tl.where(count(error | no_scores) > 0, 1 << (3 * C.SCAN_COUNT_BITS), 0)
+    kinds = three_counts(held, finished & row, conveyed)
+    block_rows, block_tokens, block_scores = count(row), tl.sum(tokens, axis=0), tl.sum(scores, axis=0)
+    # Everything of a slot has been read, by every warp: from here on it may be written. It also orders
+    # this block's reads of the launch number before the words that carry it.
+    tl.debug_barrier()
+    publish(scan_ptr, C.SCAN_ROWS, block, launch, block_rows, BLOCKS)
+    publish(scan_ptr, C.SCAN_TOKENS, block, launch, block_tokens, BLOCKS)
+    publish(scan_ptr, C.SCAN_LOGPROBS, block, launch, block_scores, BLOCKS)
+    publish(scan_ptr, C.SCAN_LOST, block, launch, lost, BLOCKS)
+    publish(scan_ptr, C.SCAN_KINDS, block, launch, kinds, BLOCKS)
+    first_row = tl.sum(words_below(scan_ptr, C.SCAN_ROWS, block, launch, BLOCKS), axis=0)
+    first_token = tl.sum(words_below(scan_ptr, C.SCAN_TOKENS, block, launch, BLOCKS), axis=0)
+    first_score = tl.sum(words_below(scan_ptr, C.SCAN_LOGPROBS, block, launch, BLOCKS), axis=0)
+
+    # The row table, columns of `stride` words (layout.packed_layout).
+    stride = (batch + C.ALIGN_WORDS) // C.ALIGN_WORDS * C.ALIGN_WORDS
+    token_base = C.HEADER_WORDS + C.ROW_WIDTH * stride
+    items = (batch.to(tl.int64) * MAX_ITEMS + C.ALIGN_WORDS - 1) // C.ALIGN_WORDS * C.ALIGN_WORDS
+    score_base = token_base + items
+    at = out_ptr + C.HEADER_WORDS + first_row + rank - 1
+    row_flags = ((flags >> C.CODE_SHIFT) & C.CODE_MASK) << C.ROW_CODE_SHIFT
+    row_flags = row_flags | tl.where(finished, C.ROW_FINAL, 0) | tl.where(early, C.ROW_EARLY, 0)
+    tl.store(at + C.R_BATCH_INDEX * stride, offs_row, mask=row)
+    tl.store(at + C.R_SLOT * stride, slot.to(tl.int32), mask=row)
+    tl.store(at + C.R_GENERATION * stride, generation, mask=row)
+    tl.store(at + C.R_FLAGS * stride, tl.where(conveyed, C.ROW_CONVEYED, row_flags), mask=row)
+    tl.store(at + C.R_VISIBLE_LEN * stride, visible, mask=row)
+    tl.store(at + C.R_MATCH * stride, tl.where(finished, match, 0), mask=row)
+    tl.store(at + C.R_TOKEN_START * stride, cursor, mask=row)
+    tl.store(at + C.R_LOGPROB_START * stride, score_cursor, mask=row)
+    tl.store(at + C.R_TOKEN_INDPTR * stride + 1, first_token + token_sum, mask=row)
+    tl.store(at + C.R_LOGPROB_INDPTR * stride + 1, first_score + score_sum, mask=row)
+
+    # The items: tokens from the cursor to the visible length, logprobs from a cursor of their own.
+    token_at = (token_base + first_token + token_sum - tokens).to(tl.int64)
+    put_items(token_ring_ptr, slot, out_ptr, token_at, run, cursor, visible, old_len, row, WINDOW, ACCEPT)
+    sent_to = tl.where(row, tl.maximum(cursor, visible), cursor)
+    final = finished & row
+    if LOGPROBS:
+        score_stride = tl.load(control_ptr + C.LAUNCH_LOGPROB_STRIDE)
+        mask_scores = mask_run & has_scores[:, None]
+        score_run = tl.load(logprobs_ptr + offs_run * score_stride + place, mask=mask_scores, other=0)
+        score_at = score_base + first_score + score_sum - scores
+        put_items(
+            logprob_ring_ptr, slot, out_ptr, score_at, score_run, score_cursor, exist, old_len, returns, WINDOW, ACCEPT
+        )
+        if not POLICY & C.POLICY_LOGPROB_EXISTING:
+            exist = score_end
+        score_cursor = tl.where(returns & taken, tl.maximum(score_cursor, exist), score_cursor)
+        keep = has_scores & taken & ~final
+        keep_items(logprob_ring_ptr, slot, score_run, score_cursor, new_len, old_len, keep, WINDOW, ACCEPT)
+    keep_items(token_ring_ptr, slot, run, sent_to, new_len, old_len, taken & ~final, WINDOW, ACCEPT)
+
+    # The state: the hot sector of each slot at once, what ended it only when it ended.
+    flags = flags | tl.where(final, C.STATE_FINAL_SENT, 0)
+    hot = tl.arange(0, 8)[None, :]
+    values = tl.where(hot == C.GENERATION, generation[:, None], flags[:, None])
+    values = tl.where(hot == C.OUTPUT_LEN, new_len[:, None], values)
+    values = tl.where(hot == C.FINISHED_LEN, tl.where(finished, visible, -1)[:, None], values)
+    values = tl.where(hot == C.TOKEN_CURSOR, sent_to[:, None], values)
+    values = tl.where(hot == C.LOGPROB_CURSOR, score_cursor[:, None], values)
+    values = tl.where(hot == C.INTERVAL, field(state, C.INTERVAL)[:, None], values)
+    values = tl.where(hot == C.MAX_NEW_TOKENS, field(state, C.MAX_NEW_TOKENS)[:, None], values)
+    tl.store(arena_ptr + slot[:, None] * C.STATE_WIDTH + hot, values, mask=taken[:, None])
+    tl.store(arena_ptr + slot * C.STATE_WIDTH + C.MATCH, match, mask=finished)
+
+    # The last block knows all sums: it writes the header and raises the launch number, which every
+    # other block has read before it published.
+    if block == 0:
+        tl.store(out_ptr + C.HEADER_WORDS + C.R_TOKEN_INDPTR * stride, 0)
+        tl.store(out_ptr + C.HEADER_WORDS + C.R_LOGPROB_INDPTR * stride, 0)
+    if block == tl.num_programs(0) - 1:
+        lost_below = words_below(scan_ptr, C.SCAN_LOST, block, launch, BLOCKS)
+        kinds_below = words_below(scan_ptr, C.SCAN_KINDS, block, launch, BLOCKS)
+        tl.store(out_ptr + C.H_LAUNCH, launch.to(tl.int32))
+        tl.store(out_ptr + C.H_BATCH, batch)
+        tl.store(out_ptr + C.H_ROWS, first_row + block_rows)
+        tl.store(out_ptr + C.H_TOKENS, first_token + block_tokens)
+        tl.store(out_ptr + C.H_LOGPROBS, first_score + block_scores)
+        put_counts(out_ptr, lost, lost_below, C.H_STALE, C.H_LATE, C.H_EARLY)
+        put_counts(out_ptr, kinds, kinds_below, C.H_HELD, C.H_FINISHED, C.H_CONVEYED)
+        errors = (lost >> (3 * C.SCAN_COUNT_BITS)) | tl.max(lost_below >> (3 * C.SCAN_COUNT_BITS), axis=0)
+        tl.store(out_ptr + C.H_ERROR, errors)
+        tl.store(scan_ptr, tl.where(launch == INT32_MAX, 1, launch + 1).to(tl.int64))
