@@ -19,26 +19,23 @@ class ServerRole(enum.Enum):
 
 
 class TraceContext:
-    """Where a request's trace stands; off, it travels as one flag."""
+    """Where a request's trace stands."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"enabled": self.enabled}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.enabled = state["enabled"]
-
 
 @dataclass(eq=False)
 class TimeStats:
-    """The timing record that goes with every row; the receiver gets a few of its values and defaults."""
+    """The timing record that goes with every row.
+
+    As in the engine, it decides itself what travels: nothing, unless the server is one half of a
+    disaggregated pair or keeps metrics; the receiver fills in the rest.
+    """
 
     role: ServerRole = ServerRole.BOTH
     with_metrics: bool = False
     trace: TraceContext = field(default_factory=TraceContext)
-    clock_offset: float = 1234.5
     queued_at: float = 0.0
     prefill_began_at: float = 0.0
     prefill_ended_at: float = 0.0
@@ -46,17 +43,15 @@ class TimeStats:
     completed_at: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "role": self.role.value,
-            "with_metrics": False,
-            "trace": self.trace.__getstate__(),
-            "clock_offset": self.clock_offset,
-        }
+        if self.role is ServerRole.BOTH and not self.with_metrics:
+            return {}
+        return {"role": self.role.value, "queued_at": self.queued_at, "prefill_ended_at": self.prefill_ended_at}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        role = state.get("role")
+        if isinstance(role, str):
+            state["role"] = ServerRole(role)
         self.__dict__.update(state)
-        self.role = ServerRole(state["role"])
-        self.trace = TraceContext(state["trace"]["enabled"])
 
 
 @dataclass(eq=False)

@@ -13,69 +13,10 @@ therefore err on the low side.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
 from typing import Any
 
+from baseline_message import INPUT_LOGPROBS, OUTPUT_LOGPROBS, BatchMessage
 from baseline_request import BaselineRequest
-
-INPUT_LOGPROBS = (
-    "input_token_logprobs_val", "input_token_logprobs_idx", "input_top_logprobs_val", "input_top_logprobs_idx",
-    "input_token_ids_logprobs_val", "input_token_ids_logprobs_idx",
-)  # fmt: skip
-OUTPUT_LOGPROBS = (
-    "output_token_logprobs_val", "output_token_logprobs_idx", "output_top_logprobs_val", "output_top_logprobs_idx",
-    "output_token_ids_logprobs_val", "output_token_ids_logprobs_idx",
-)  # fmt: skip
-
-
-def _column() -> Any:
-    return field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class BatchMessage:
-    """The message of one step: a list per column, None where the whole column is absent."""
-
-    rids: list[str] = _column()
-    http_worker_ipcs: list[str | None] = _column()
-    finished_reasons: list[dict[str, Any] | None] = _column()
-    decoded_texts: list[str] = _column()
-    decode_ids: list[Any] = _column()
-    read_offsets: list[int] = _column()
-    output_ids: list[Any] = _column()
-    skip_special_tokens: list[bool] = _column()
-    spaces_between_special_tokens: list[bool] = _column()
-    no_stop_trim: list[bool] = _column()
-    prompt_tokens: list[int] = _column()
-    completion_tokens: list[int] = _column()
-    cached_tokens: list[int] = _column()
-    cached_tokens_details: list[dict[str, int] | None] = _column()
-    reasoning_tokens: list[int] = _column()
-    retraction_counts: list[int] = _column()
-    image_tokens: list[int] = _column()
-    audio_tokens: list[int] = _column()
-    video_tokens: list[int] = _column()
-    time_stats: list[Any] = _column()
-    spec_verify_ct: list[int] = _column()
-    spec_num_correct_drafts: list[int] = _column()
-    input_token_logprobs_val: list[Any] | None = None
-    input_token_logprobs_idx: list[Any] | None = None
-    input_top_logprobs_val: list[Any] | None = None
-    input_top_logprobs_idx: list[Any] | None = None
-    input_token_ids_logprobs_val: list[Any] | None = None
-    input_token_ids_logprobs_idx: list[Any] | None = None
-    output_token_logprobs_val: list[Any] | None = None
-    output_token_logprobs_idx: list[Any] | None = None
-    output_top_logprobs_val: list[Any] | None = None
-    output_top_logprobs_idx: list[Any] | None = None
-    output_token_ids_logprobs_val: list[Any] | None = None
-    output_token_ids_logprobs_idx: list[Any] | None = None
-    output_hidden_states: list[Any] | None = None
-    routed_experts: list[Any] | None = None
-    indexer_topk: list[Any] | None = None
-    customized_info: dict[str, list[Any]] | None = None
-    beam_output: list[Any] | None = _column()
-    dp_ranks: list[int] | None = None
 
 
 class RowCollector:

@@ -103,7 +103,7 @@ def _join_sides(frames: Sequence[Frame], target: Index) -> SideRecord | None:
         base += frame.rows
     if not (openings or extras or ended):
         return None
-    openings.sort(key=lambda opening: opening.row)
+    # A row that opens is the first of its handle, so the openings come in the order of their rows.
     return SideRecord(openings, [extras[row] for row in sorted(extras)], ended)
 
 

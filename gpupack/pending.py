@@ -41,7 +41,6 @@ class PendingFrames:
         # Of the run that new frames join, by slot: generation (0: no row), and visible length.
         self._generation = np.zeros(64, np.int32)
         self._visible = np.full(64, NO_ROW, np.int64)
-        self._run_ended = False
         self._run_bytes = 0
 
     def __bool__(self) -> bool:
@@ -110,20 +109,18 @@ class PendingFrames:
     def _begin_run(self) -> None:
         self._generation.fill(0)
         self._visible.fill(NO_ROW)
-        self._run_ended = False
         self._run_bytes = 0
 
     def _joins(self, frame: Frame, size: int) -> bool:
         """Whether a frame, merged into the run, still says what it says on its own.
 
-        Not if a slot comes under another generation, a row opens or restarts again, comes after its final
-        row, or was cut (its tokens do not lead to its visible length); if a request opens behind
-        handles that ended, of which it may have been one; or if it resumes one that may have a row here.
+        Not if a slot comes under another generation, if a row opens or restarts again, comes after its
+        final row, or was cut (its tokens do not lead to its visible length); or if a request resumes, as
+        its old handle may have rows in the run.
         """
         if self._run_bytes + _growth(frame, size) > self._max_frame_bytes:
             return False
-        openings = frame.side.openings if frame.side is not None else []
-        if openings and (self._run_ended or any(opening.resumed for opening in openings)):
+        if frame.side is not None and any(opening.resumed for opening in frame.side.openings):
             return False
         if not frame.rows:
             return True
@@ -136,7 +133,6 @@ class PendingFrames:
 
     def _note(self, frame: Frame, size: int) -> None:
         self._run_bytes += _growth(frame, size)
-        self._run_ended |= frame.side is not None and bool(frame.side.ended)
         if frame.rows:
             self._reserve(int(frame.slot.max()) + 1)
             self._generation[frame.slot] = frame.generation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -25,6 +26,7 @@ __all__ = ["Delta", "OutputReceiver", "ReceivedStep"]
 
 MAX_RANKS = 4096  # tables that hostile frames can make; no deployment has as many ranks
 REMEMBERED_STREAMS = 4096  # ids of streams that were ended or never began properly
+IPC = "ipc://"
 NOBLOCK = int(zmq.NOBLOCK)
 
 
@@ -63,6 +65,8 @@ class OutputReceiver:
         self._tables: dict[int, StreamTable] = {}  # by dp rank
         self._ended: deque[int] = deque(maxlen=REMEMBERED_STREAMS)
         self._closed = False
+        self._endpoint = ""
+        self._ipc_inode: int | None = None
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
@@ -72,6 +76,7 @@ class OutputReceiver:
             self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
             self._socket.bind(endpoint)
             self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._ipc_inode = _ipc_inode(self._endpoint)
         except zmq.ZMQError:
             self.close()
             raise
@@ -168,3 +173,12 @@ class OutputReceiver:
         self._socket.close(0)
         if self._own_context:
             self._context.term()
+        # zmq leaves the file; a receiver that has bound the same path since has made another one.
+        if self._ipc_inode is not None and _ipc_inode(self._endpoint) == self._ipc_inode:
+            Path(self._endpoint.removeprefix(IPC)).unlink(missing_ok=True)
+
+
+def _ipc_inode(endpoint: str) -> int | None:
+    """Inode of the file of an ipc endpoint; None if there is none."""
+    path = Path(endpoint.removeprefix(IPC))
+    return path.stat().st_ino if endpoint.startswith(IPC) and path.exists() else None

@@ -26,7 +26,7 @@ ODD_LOGPROBS = np.array([0xBDCCCCCD, 0xFF800000, 0xFFC01234, 0x80000000], np.uin
 STEPS = {
     "plain": Step([Row(9, 2, [65], 4), Row(4, 7, [66, 67, -1], 12, flags=L.ROW_EARLY), Row(7, 1, [], 0)], step=17),
     "logprobs": Step(
-        [Row(0, 1, [5], 1, logprobs=[ODD_LOGPROBS[0]]), Row(1, 1, [6, 7], 9, logprobs=ODD_LOGPROBS[1:])],
+        [Row(0, 1, [5], 1, logprobs=[ODD_LOGPROBS[0]]), Row(1, 1, [6, 7], 9, logprobs=list(ODD_LOGPROBS[1:]))],
         has_logprobs=True,
         step=2**40,
     ),

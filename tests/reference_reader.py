@@ -7,18 +7,20 @@ from typing import Any
 
 import msgspec
 
-I32 = 2**31
 ROW_BITS = 1 | 2 | 8 | 16  # final, early, opening, restarted
-NAMES = "slot generation flags visible_len match token_indptr token_ids logprob_indptr logprobs side".split()
+NAMES = (
+    "slot", "generation", "flags", "visible_len", "match", "token_indptr", "token_ids", "logprob_indptr", "logprobs",
+    "side",
+)  # fmt: skip
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The frame breaks a rule; `args[0]` is the name of the error class that the page gives."""
 
 
 def need(condition: bool, error: str) -> None:
     if not condition:
-        raise Refused(error)
+        raise RefusedError(error)
 
 
 def read(data: bytes, max_frame_bytes: int) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def check_columns(columns: dict[str, Any], tokens: int, logprobs: int) -> None:
     bad |= any(generation < 1 for generation in columns["generation"])
     bad |= any(visible < 0 for visible in columns["visible_len"])
     need(not bad, "FrameValueError")
-    need(all(0 <= word and word & ~(ROW_BITS | 0xFF00) == 0 for word in columns["flags"]), "FrameValueError")
+    need(all(word >= 0 and word & ~(ROW_BITS | 0xFF00) == 0 for word in columns["flags"]), "FrameValueError")
     final = [bool(word & 1) for word in columns["flags"]]
     need(any(final) == ("match" in columns), "FrameSectionError")
     for word in columns["flags"]:
@@ -88,7 +90,7 @@ def read_side(raw: bytes, flags: list[int]) -> dict[str, Any]:
     try:
         return msgspec.to_builtins(decode_side(raw))
     except Exception as error:
-        raise Refused(type(error).__name__) from error
+        raise RefusedError(type(error).__name__) from error
 
 
 def check_side(side: dict[str, Any], flags: list[int]) -> None:

@@ -251,6 +251,7 @@ def test_stop_string_is_the_one_that_ends_in_the_last_token(smollm2: Tokenizer) 
         ("one END END", " END", "one END"),
         ("no END, yes, no END", "o END", "no END, yes, n"),
         ("no END", "?", "no END"),
+        ("no END", "", "no END"),
     ]:
         reason = {"type": "stop", "matched": matched}
         assert TextStream(smollm2).finish(smollm2.encode(text).ids, reason) == want
@@ -289,6 +290,9 @@ def test_stop_token_sent_before_the_finish(smollm2: Tokenizer) -> None:
     stream = TextStream(smollm2)
     assert stream.push([part]) == ""
     assert stream.finish([], {"type": "stop", "matched": part}) == ""  # held, so it can still go
+    stream = TextStream(smollm2)
+    assert stream.push([part, 2]) == ""
+    assert stream.finish([], {"type": "stop", "matched": 2}) == "\ufffd"  # the special token has no text to trim
     stream = TextStream(smollm2)
     assert stream.push([500]) == smollm2.decode([500])
     assert stream.finish([], {"type": "stop", "matched": 500}) == ""  # shown: nothing raises
@@ -361,6 +365,7 @@ def test_detokenizer_restart_unknown_and_doubled_requests(smollm2: Tokenizer) ->
         detokenizer.push(delta("a", [500], opening=opening()))
     ids = smollm2.encode("anew", add_special_tokens=False).ids
     for more in ({}, {"opening": opening()}):
+        detokenizer.push(delta("a", smollm2.encode("你").ids[:1]))  # held, and to be forgotten
         assert detokenizer.push(delta("a", ids, restarted=True, **more)) == TextDelta("a", "anew", True, None)
     assert detokenizer.push(delta("a", ids)).reset is False
     detokenizer.push(delta("a", [], {"type": "abort"}))

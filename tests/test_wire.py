@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 import tracemalloc
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from frames import POISON, Row, Step, frame_of, packed_step, same_frame
 from golden_frames import DP_RANK, FRAME_NO, STEPS, STREAM_ID, golden_frame, kept_frame
 from hypothesis import given
-from reference_reader import Refused, read
+from reference_reader import RefusedError, read
 from wire_strategies import steps
 
 from gpupack import errors
@@ -142,20 +144,25 @@ def outcome(data: bytes) -> Frame | str:
         return type(error).__name__
 
 
+def reference_outcome(data: bytes) -> dict[str, Any] | str:
+    """The same of the obvious reader."""
+    try:
+        return read(data, LIMIT)
+    except RefusedError as refused:
+        return str(refused.args[0])
+
+
 def assert_like_reference(data: bytes) -> Frame | str:
     """Compare `decode` with the obvious reader: the same error class, or the same columns."""
-    got = outcome(data)
-    try:
-        expected = read(data, LIMIT)
-    except Refused as refused:
-        # Where two things are wrong in one column the two readers may name another first.
-        assert got == refused.args[0]
+    got, expected = outcome(data), reference_outcome(data)
+    if isinstance(expected, str):
+        assert got == expected
         return got
     assert isinstance(got, Frame), got
     for name in L.WIRE_SECTIONS:
         column = getattr(got, name)
         if name == "side":
-            assert encode_side(column) == encode_side(decode_side(encode_side(column)) if column else None)
+            assert (msgspec.to_builtins(column) if column is not None else {}) == expected["side"]
         elif column is None:
             assert name not in expected
         else:
@@ -197,8 +204,10 @@ def test_every_flipped_bit_has_the_stated_outcome(name):
         flipped[bit // 8] ^= 1 << bit % 8
         got = assert_like_reference(bytes(flipped))
         stated = next((what for where, what in HEADER_FLIPS.items() if bit // 8 in where), None)
-        if stated is None:
-            # A flip in the section table that survives the reference has made it another valid table: none does.
+        if stated is None and name == "side" and bit // 8 in range(table_end - 8, table_end - 4):
+            # The count of side bytes, which nothing else states: within its padding the table stays valid.
+            assert got in ("FrameSectionError", "FrameValueError", "SideRecordError")
+        elif stated is None:
             assert not HEADER.size <= bit // 8 < table_end or got == "FrameSectionError"
         elif stated.endswith("only"):
             assert isinstance(got, Frame)
@@ -218,13 +227,7 @@ def test_flipped_bits_of_any_frame_agree_with_the_reference(step):
         flipped = bytearray(data)
         for bit in chooser.choices(range(64 * 8, 8 * len(data)), k=chooser.choice([1, 1, 2])):
             flipped[bit // 8] ^= 1 << bit % 8
-        got = outcome(bytes(flipped))
-        try:
-            read(bytes(flipped), LIMIT)
-        except Refused:
-            assert isinstance(got, str)
-        else:
-            assert isinstance(got, Frame)
+        assert isinstance(outcome(bytes(flipped)), str) == isinstance(reference_outcome(bytes(flipped)), str)
 
 
 # --- Side records ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The receiving process of the demo: frames in, text or digests out, one JSON object a line on stdout.
 
 Run as a process of its own by `receiver_process.py`. Events: `{"endpoint"}` once it is bound;
-`{"rid", "text", "done"}` as text arrives; at the end `{"summary"}`.
+`{"rid", "text", "done"}` as text arrives; `{"summary"}` when all requests have ended. It goes on
+receiving until its standard input is closed: the sender may have a last step in flight.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
+import select
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from gpupack.receiver import Delta, OutputReceiver
 
-POLL_MS = 500
+POLL_MS = 50
 
 
 def emit(event: dict[str, Any]) -> None:
@@ -86,27 +87,30 @@ def content_digest(tokens: list[int], logprobs: list[float], finish_reason: dict
 
 
 def main() -> None:
-    """Receive until the expected number of requests has ended, or the parent process is gone."""
+    """Receive until standard input is closed, which the end of the parent process does too."""
     parser = argparse.ArgumentParser(description="receiving process of the gpupack demo")
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--tokenizer", help="tokenizer.json; without it contents are hashed")
     options = parser.parse_args()
-    parent = os.getppid()
     sink = TextSink(options.tokenizer) if options.tokenizer else DigestSink()
     receiver = OutputReceiver(options.endpoint)
     rows = frames = 0
     try:
         emit({"endpoint": receiver.endpoint})
-        while sink.finished < options.requests and os.getppid() == parent:
+        told = False
+        while True:
             step = receiver.recv(POLL_MS)
-            if step is None:
-                continue
-            frames += 1
-            for delta in step.deltas():
-                rows += 1
-                sink.push(delta)
-        emit({"summary": {"rows": rows, "frames": frames, "finished": sink.finished, **sink.summary()}})
+            if step is not None:
+                frames += 1
+                for delta in step.deltas():
+                    rows += 1
+                    sink.push(delta)
+            elif select.select([sys.stdin], [], [], 0)[0]:
+                break
+            if sink.finished >= options.requests and not told:
+                emit({"summary": {"rows": rows, "frames": frames, "finished": sink.finished, **sink.summary()}})
+                told = True
     finally:
         receiver.close()
 

@@ -31,7 +31,9 @@ class ReceiverProcess:
         if tokenizer is not None:
             tokenizer.save(str(folder / "tokenizer.json"))
             command += ["--tokenizer", str(folder / "tokenizer.json")]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+        )
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -60,9 +62,11 @@ class ReceiverProcess:
         return news
 
     def finish(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the end of the last request; the receiver's summary."""
+        """Wait for the end of the last request; the receiver's summary. Call it when nothing more is sent."""
         while self.summary is None:
             self._note(self._next(timeout_s))
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._process.wait(timeout_s)
         return self.summary
 
@@ -72,8 +76,9 @@ class ReceiverProcess:
             self._process.kill()
         self._process.wait()
         self._thread.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         self._folder.cleanup()
 
     def _note(self, event: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -44,12 +45,16 @@ class DemoReport:
 
 def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     """Serve the demo's prompts from the real model; `show` is told of text as it arrives."""
+    import torch
+
     from gpupack.demo.loop import SchedulerLoop
     from gpupack.demo.model import SlotModel
     from gpupack.demo.prompts import PROMPTS
     from gpupack.demo.verify import expected_output
     from gpupack.stop_strings import StopStringJudge
 
+    # One core is the receiver's; with all of them a step on a busy two-core machine takes 40 times as long.
+    torch.set_num_threads(max((os.cpu_count() or 2) - 1, 1))
     longest = max(prompt.max_new_tokens for prompt in PROMPTS)
     model = SlotModel.load(num_slots=running, max_len=MAX_PROMPT + longest, device=device)
     info, tokenizer = model.info, model.tokenizer.backend_tokenizer

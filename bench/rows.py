@@ -1,0 +1,64 @@
+"""Benchmark rows: what is kept of a run, as JSON lines that plots and tables are drawn from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PACKAGES = ("numpy", "numba", "pyzmq", "msgspec")
+
+Row = dict[str, Any]
+
+
+def environment() -> Row:
+    """Date, commit, machine and versions; the same in every row of a run."""
+    changed = "+changes" if _git("status", "--porcelain", "gpupack") else ""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short", "HEAD") + changed,
+        + ("+changes" if _git("status", "--porcelain", "gpupack") else ""),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def quantiles(samples_ns: Sequence[float]) -> Row:
+    """20th, 50th and 80th percentile of samples in nanoseconds, as microseconds."""
+    low, middle, high = np.quantile(samples_ns, (0.2, 0.5, 0.8)) / 1000
+    return {"p20_us": round(low, 2), "p50_us": round(middle, 2), "p80_us": round(high, 2), "samples": len(samples_ns)}
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write the rows of one run, in place of those of an earlier one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
