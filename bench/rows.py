@@ -27,7 +27,6 @@ def environment() -> Row:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "--short", "HEAD") + changed,
-        + ("+changes" if _git("status", "--porcelain", "gpupack") else ""),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from gpupack import layout as L
 from gpupack.errors import ConfigError
 
+Device = Literal["cpu", "cuda", "interpret"]
 Rule = Literal["modulo", "unsent"]
 
 INT32_MAX = 2**31 - 1
@@ -94,7 +95,8 @@ class PackerConfig:
     logprobs
         Keep and send the logprob of each sampled token of requests that ask for it.
     device
-        "cpu": the CPU backend.
+        "cpu": the CPU backend; "cuda": the Triton kernel on the current CUDA device; "interpret": the
+        same kernel under Triton's interpreter (TRITON_INTERPRET=1), for tests.
     policy
         When a request sends.
     """
@@ -109,7 +111,7 @@ class PackerConfig:
     stream_interval: int = 1
     force_interval: int = 50
     logprobs: bool = True
-    device: Literal["cpu"] = "cpu"
+    device: Device = "cpu"
     policy: EmitPolicy = field(default_factory=EmitPolicy)
 
     def __post_init__(self) -> None:
@@ -135,8 +137,8 @@ class PackerConfig:
                 f"window: expected more than max_in_flight * max_accept = {self.max_in_flight * self.max_accept}, "
                 f"got {self.window}"
             )
-        if self.device != "cpu":
-            raise ConfigError(f"device: expected 'cpu', got {self.device!r}")
+        if self.device not in get_args(Device):
+            raise ConfigError(f"device: expected one of {get_args(Device)}, got {self.device!r}")
         self._check_memory()
 
     @property

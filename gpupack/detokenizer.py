@@ -261,32 +261,32 @@ class Detokenizer:
         """Takes a delta and returns its text; with a finish reason the request is forgotten.
 
         A delta has `rid`, `token_ids`, `finish_reason`, `restarted` and `opening`: none except on the first, where it
-        has `prompt_tail`, `skip_special_tokens`, `spaces_between_special_tokens` and `no_stop_trim`.
-        Raises DetokenizerError for an unknown request without opening, for an opening of a request that is open (unless
-        restarted), and for a token id outside 0 to 2**32 - 1.
+        has `resumed`, `prompt_tail`, `skip_special_tokens`, `spaces_between_special_tokens` and `no_stop_trim`.
+        An opening that resumes a request goes on with its text; any other begins a request of that name anew.
+        Raises DetokenizerError for an unknown request without opening and for a token id outside 0 to 2**32 - 1.
         """
-        stream = self._stream(delta)
+        stream, reset = self._stream(delta)
         if delta.finish_reason is None:
             text = stream.push(delta.token_ids)
             self._streams[delta.rid] = stream
         else:
             text = stream.finish(delta.token_ids, delta.finish_reason)
             self._streams.pop(delta.rid, None)
-        return TextDelta(delta.rid, text, delta.restarted, delta.finish_reason)
+        return TextDelta(delta.rid, text, reset, delta.finish_reason)
 
     def drop(self, rid: str) -> None:
         """Forgets a request whose final delta will not come; does nothing if it is unknown."""
         self._streams.pop(rid, None)
 
-    def _stream(self, delta: Any) -> TextStream:
+    def _stream(self, delta: Any) -> tuple[TextStream, bool]:
+        """The stream that a delta belongs to, and whether the text shown before is void."""
         stream, opening = self._streams.get(delta.rid), delta.opening
-        if opening is not None:
-            if stream is not None and not delta.restarted:
-                raise DetokenizerError(f"request {delta.rid!r} is open already; expected a delta without opening")
+        if opening is not None and not (opening.resumed and stream is not None):
             flags = {n: getattr(opening, n) for n in _FLAGS}
-            return TextStream(self._tokenizer, opening.prompt_tail, **flags, _vocabulary=self._vocabulary)
+            opened = TextStream(self._tokenizer, opening.prompt_tail, **flags, _vocabulary=self._vocabulary)
+            return opened, delta.restarted or stream is not None
         if stream is None:
             raise DetokenizerError(f"request {delta.rid!r} is unknown; expected an opening with its first delta")
         if delta.restarted:
             stream.restart()
-        return stream
+        return stream, delta.restarted

@@ -34,6 +34,10 @@ class ReleasedError(GpupackError):
     """A view of a packed step was used after its buffer was given back."""
 
 
+class StepFailedError(GpupackError):
+    """A launched step went wrong on the device; the packer is closed."""
+
+
 class ClosedError(GpupackError):
     """The object was closed."""
 

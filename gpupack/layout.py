@@ -222,7 +222,8 @@ SCAN_AXES = {
     "kinds": "held, final and conveyed rows, 10 bits each",
 }
 SCAN_ROWS, SCAN_TOKENS, SCAN_LOGPROBS, SCAN_LOST, SCAN_KINDS = range(5)
-SCAN_COUNT_BITS = 10  # of a counter within a word, so a block has fewer than 1024 rows
+SCAN_SECOND, SCAN_THIRD, SCAN_ERROR = 10, 20, 30  # first bit of the counters in a word, and of the error
+SCAN_COUNT_MASK = 0x3FF  # so a block has fewer than 1024 rows
 SCAN_HEADER = 1  # 64-bit words before the axes: the launch number
 
 ERROR_ACCEPT_LEN = 1  # a row's accept_lens was out of range

@@ -45,6 +45,14 @@ class PackedStep:
         """One word of the header (`layout.H_*`)."""
         return int(self.buffer[field])
 
+    def ready(self) -> bool:
+        """True: it is here. With `result` this makes a packed step the Launched of a backend on the host."""
+        return True
+
+    def result(self) -> PackedStep:
+        """Itself."""
+        return self
+
     @property
     def rows(self) -> int:
         """Number of rows."""

@@ -10,34 +10,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
+from gpupack.backend import Backend, Launched
 from gpupack.checks import host_array
 from gpupack.config import PackerConfig
 from gpupack.control import Control
-from gpupack.errors import ClosedError, InputError
+from gpupack.errors import ClosedError, InputError, StepFailedError
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
 from gpupack.slots import SlotTable
 from gpupack.state import state_rows
 
 
+def make_backend(config: PackerConfig) -> Backend:
+    """The backend for `config.device`. It loads Numba or Triton, so not before a packer is made."""
+    if config.device == "cpu":
+        from gpupack.backend_cpu import CpuBackend
+
+        return CpuBackend(config)
+    from gpupack.backend_triton import TritonBackend
+
+    return TritonBackend(config)
+
+
 class Ticket:
     """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
 
-    __slots__ = ("_packed", "_packer", "control", "endings", "mode")
+    __slots__ = ("_packer", "control", "endings", "launched", "mode")
 
-    def __init__(self, packer: Packer, packed: PackedStep, control: Control | None, mode: int) -> None:
+    def __init__(self, packer: Packer, launched: Launched, control: Control | None, mode: int) -> None:
         self._packer = packer
-        self._packed = packed
+        self.launched = launched
         self.control = control
         self.mode = mode
         self.endings = packer.endings
 
     def ready(self) -> bool:
-        """Whether `wait()` would return at once. Always so on the CPU."""
-        return True
+        """Whether `wait()` would return at once; does not block. Always so on the CPU."""
+        return self.launched.ready()
 
     def wait(self) -> PackedStep:
-        """The packed step; rows of handles that ended since the launch are dropped and counted."""
+        """The packed step; blocks until the launch has been done.
+
+        Rows of handles that ended since the launch are dropped and counted. StepFailedError if the
+        step went wrong; the packer is closed then.
+        """
         return self._packer._take_in(self)
 
 
@@ -50,11 +66,9 @@ class Packer:
     """
 
     def __init__(self, config: PackerConfig, *, convey: bool = True) -> None:
-        from gpupack.backend_cpu import CpuBackend  # loads Numba, so not before a packer is made
-
         self.config = config
         self.slots = SlotTable(config.capacity)
-        self.backend = CpuBackend(config)
+        self.backend = make_backend(config)
         self.convey = convey
         self.endings = 0
         self.dropped_rows = 0
@@ -205,8 +219,8 @@ class Packer:
             )
         mode |= L.MODE_LOGPROBS * return_logprob
         words = None if control is None else control.words
-        packed = self.backend.step(handles, token_ids, accept_lens, logprobs, words, mode)
-        ticket = Ticket(self, packed, control, mode)
+        launched = self.backend.step(handles, token_ids, accept_lens, logprobs, words, mode)
+        ticket = Ticket(self, launched, control, mode)
         self._in_flight.append(ticket)
         return ticket
 
@@ -215,7 +229,11 @@ class Packer:
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InputError("wait: expected steps to be taken in once, in the order of their launch")
         self._in_flight.popleft()
-        packed = ticket._packed
+        try:
+            packed = ticket.launched.result()
+        except StepFailedError:
+            self.close()
+            raise
         if ticket.endings != self.endings and packed.rows:
             ended = self.slots.generations[packed.column(L.R_SLOT)] != packed.column(L.R_GENERATION)
             if ended.any():
@@ -226,7 +244,7 @@ class Packer:
     def _cursors_in_flight(self, handle: int) -> tuple[int, int] | None:
         """Token and logprob cursor before the first row of this handle that is still in flight, if any."""
         for ticket in self._in_flight:
-            packed = ticket._packed
+            packed = ticket.launched.result()
             found = np.flatnonzero(packed.handles == handle)
             if len(found):
                 row = int(found[0])

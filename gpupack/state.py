@@ -80,7 +80,6 @@ class HostArenas:
     def end(self, slots: NDArray[np.int64]) -> None:
         """End handles: rows that still come for them find no live slot."""
         self.state[slots, L.FLAGS] = 0
-        self.state[slots, L.GENERATION] += 1
 
     def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
         """Copy of the ring's output items [begin, end), int32 (logprobs as bit patterns)."""

@@ -38,6 +38,12 @@ def control_row(control_ptr, FIELD: tl.constexpr, batch, offs_row, mask_row, UNS
 
 
 @triton.jit
+def rows_if(bits, offs_row, batch):
+    """The rows of the batch, `[BLOCK]` int1, or none if `bits` is 0 (a scalar int1 is no mask in the interpreter)."""
+    return offs_row < tl.where(bits != 0, batch, 0)
+
+
+@triton.jit
 def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
     """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md section 2, finish."""
     cap = field(state, C.MAX_NEW_TOKENS)
@@ -65,18 +71,18 @@ def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, AC
 def is_due(flags, visible, cursor, interval, POLICY: tl.constexpr):
     """The interval rule of running requests, `[BLOCK]` int1. SPEC.md section 2, points 4 and 5."""
     unsent = visible - cursor
-    if POLICY & C.POLICY_STREAM_UNSENT:
+    if C.POLICY_STREAM_UNSENT & POLICY:
         stream_due = (unsent >= interval) | ((cursor == 0) & (unsent > 0))
     else:
         stream_due = visible % interval == 1
-    if POLICY & C.POLICY_FORCE_UNSENT:
+    if C.POLICY_FORCE_UNSENT & POLICY:
         force_due = unsent >= interval
     else:
         force_due = visible % interval == 0
-    if POLICY & C.POLICY_FIRST_TOKEN_FLUSH:
+    if C.POLICY_FIRST_TOKEN_FLUSH & POLICY:
         force_due = force_due | ((cursor == 0) & (unsent > 0))
     due = tl.where((flags & C.STATE_STREAM) != 0, (interval == 1) | stream_due, force_due)
-    if POLICY & C.POLICY_SKIP_EMPTY:
+    if C.POLICY_SKIP_EMPTY & POLICY:
         due = due & (unsent > 0)
     return due
 
@@ -114,7 +120,7 @@ def count(condition):
 @triton.jit
 def three_counts(a, b, c):
     """Three counts of the block in one word."""
-    return count(a) | (count(b) << C.SCAN_COUNT_BITS) | (count(c) << (2 * C.SCAN_COUNT_BITS))
+    return count(a) | (count(b) << C.SCAN_SECOND) | (count(c) << C.SCAN_THIRD)
 
 
 @triton.jit
@@ -139,12 +145,11 @@ def words_below(scan_ptr, AXIS: tl.constexpr, block, launch, BLOCKS: tl.constexp
 @triton.jit
 def put_counts(out_ptr, own, below, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
     """Header words of three counters: this block's and those of the blocks below."""
-    low: tl.constexpr = (1 << C.SCAN_COUNT_BITS) - 1
-    tl.store(out_ptr + FIRST, (own & low) + tl.sum(below & low, axis=0))
-    for_second = (below >> C.SCAN_COUNT_BITS) & low
-    tl.store(out_ptr + SECOND, ((own >> C.SCAN_COUNT_BITS) & low) + tl.sum(for_second, axis=0))
-    for_third = (below >> (2 * C.SCAN_COUNT_BITS)) & low
-    tl.store(out_ptr + THIRD, ((own >> (2 * C.SCAN_COUNT_BITS)) & low) + tl.sum(for_third, axis=0))
+    tl.store(out_ptr + FIRST, (own & C.SCAN_COUNT_MASK) + tl.sum(below & C.SCAN_COUNT_MASK, axis=0))
+    own_second, second = own >> C.SCAN_SECOND, below >> C.SCAN_SECOND
+    tl.store(out_ptr + SECOND, (own_second & C.SCAN_COUNT_MASK) + tl.sum(second & C.SCAN_COUNT_MASK, axis=0))
+    own_third, third = own >> C.SCAN_THIRD, below >> C.SCAN_THIRD
+    tl.store(out_ptr + THIRD, (own_third & C.SCAN_COUNT_MASK) + tl.sum(third & C.SCAN_COUNT_MASK, axis=0))
 
 
 @triton.jit
@@ -174,7 +179,6 @@ def pack_kernel(
     launch = tl.load(scan_ptr)
     batch = tl.load(control_ptr + C.LAUNCH_BATCH)
     mode = tl.load(control_ptr + C.LAUNCH_MODE)
-    controlled = tl.load(control_ptr + C.LAUNCH_CONTROLLED) != 0
     token_ring_ptr = arena_ptr + CAPACITY * C.STATE_WIDTH
     logprob_ring_ptr = token_ring_ptr + tl.full([], CAPACITY, tl.int64) * WINDOW
 
@@ -193,18 +197,18 @@ def pack_kernel(
     stale = mask_row & ~live & (handle != C.PADDING_HANDLE)
 
     # What the host asks; a skipped row neither appends nor sends.
-    mask_control = live & controlled
+    mask_control = live & rows_if(tl.load(control_ptr + C.LAUNCH_CONTROLLED), offs_row, batch)
     asked = control_row(control_ptr, C.CONTROL_FLAGS_ROW, batch, offs_row, mask_control, 0)
     visible_len = control_row(control_ptr, C.CONTROL_VISIBLE_LEN, batch, offs_row, mask_control, -1)
     live = live & ((asked & C.CONTROL_SKIP) == 0)
 
     # The accepted run, [BLOCK, ACCEPT]; a row with an impossible length, or without its logprobs, is an error.
-    appending, packing = (mode & C.MODE_APPEND) != 0, (mode & C.MODE_PACK) != 0
+    appending, packing = rows_if(mode & C.MODE_APPEND, offs_row, batch), rows_if(mode & C.MODE_PACK, offs_row, batch)
     accept = tl.load(accept_lens_ptr + offs_row, mask=live & appending, other=0)
     has_scores = live & ((flags & C.STATE_LOGPROBS) != 0)
-    error = (live & ((accept < 0) | (accept > MAX_ACCEPT))) & live
-    no_scores = has_scores & (accept > 0) & (tl.load(control_ptr + C.LAUNCH_HAS_LOGPROBS) == 0)
-    live = live & ~error & ~no_scores
+    without_scores = rows_if(1 - tl.load(control_ptr + C.LAUNCH_HAS_LOGPROBS), offs_row, batch)
+    error = live & ((accept < 0) | (accept > MAX_ACCEPT) | (has_scores & (accept > 0) & without_scores))
+    live = live & ~error
     accept = tl.where(live, accept, 0)
     has_scores = has_scores & live
     conveyed = live & ((flags & C.STATE_CONVEYED) != 0)
@@ -248,12 +252,12 @@ def pack_kernel(
     due = due | (((asked & C.CONTROL_FLUSH) != 0) & (visible > cursor))
     due = due & taken & ~finished & packing
     held = due & ((asked & C.CONTROL_HOLD) != 0)
-    if not POLICY & C.POLICY_HOLD_FORCED:
+    if not C.POLICY_HOLD_FORCED & POLICY:
         held = held & ((flags & C.STATE_STREAM) != 0)
     sends = (finished & packing) | (due & ~held)
     early = over & ~sends
     row = conveyed | sends | early
-    returns = has_scores & (conveyed | (row & (over | ((mode & C.MODE_LOGPROBS) != 0))))
+    returns = has_scores & (conveyed | (row & (over | rows_if(mode & C.MODE_LOGPROBS, offs_row, batch))))
 
     # How many items; then where, in the order of the batch.
     score_end = tl.where(conveyed, accept, tl.maximum(visible, 1))
@@ -262,7 +266,7 @@ def pack_kernel(
     scores = tl.where(returns, tl.maximum(exist - score_cursor, 0), 0)
     rank = tl.cumsum(row.to(tl.int32), axis=0)
     token_sum, score_sum = tl.cumsum(tokens, axis=0), tl.cumsum(scores, axis=0)
-    lost = three_counts(stale, late, early) | tl.where(count(error | no_scores) > 0, 1 << (3 * C.SCAN_COUNT_BITS), 0)
+    lost = three_counts(stale, late, early) | (tl.minimum(count(error), 1) << C.SCAN_ERROR)
     kinds = three_counts(held, finished & row, conveyed)
     block_rows, block_tokens, block_scores = count(row), tl.sum(tokens, axis=0), tl.sum(scores, axis=0)
     # Everything of a slot has been read, by every warp: from here on it may be written. It also orders
@@ -309,7 +313,7 @@ def pack_kernel(
         put_items(
             logprob_ring_ptr, slot, out_ptr, score_at, score_run, score_cursor, exist, old_len, returns, WINDOW, ACCEPT
         )
-        if not POLICY & C.POLICY_LOGPROB_EXISTING:
+        if not C.POLICY_LOGPROB_EXISTING & POLICY:
             exist = score_end
         score_cursor = tl.where(returns & taken, tl.maximum(score_cursor, exist), score_cursor)
         keep = has_scores & taken & ~final
@@ -344,6 +348,6 @@ def pack_kernel(
         tl.store(out_ptr + C.H_LOGPROBS, first_score + block_scores)
         put_counts(out_ptr, lost, lost_below, C.H_STALE, C.H_LATE, C.H_EARLY)
         put_counts(out_ptr, kinds, kinds_below, C.H_HELD, C.H_FINISHED, C.H_CONVEYED)
-        errors = (lost >> (3 * C.SCAN_COUNT_BITS)) | tl.max(lost_below >> (3 * C.SCAN_COUNT_BITS), axis=0)
+        errors = (lost >> C.SCAN_ERROR) | tl.max(lost_below >> C.SCAN_ERROR, axis=0)
         tl.store(out_ptr + C.H_ERROR, errors)
         tl.store(scan_ptr, tl.where(launch == INT32_MAX, 1, launch + 1).to(tl.int64))

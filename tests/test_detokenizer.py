@@ -336,7 +336,7 @@ def delta(rid: str, ids: list[int], reason: dict[str, Any] | None = None, **more
 
 def opening(**more: Any) -> SimpleNamespace:
     flags = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "no_stop_trim": False}
-    return SimpleNamespace(**{"prompt_tail": []} | flags | more)
+    return SimpleNamespace(**{"prompt_tail": [], "resumed": False} | flags | more)
 
 
 def test_detokenizer_keeps_requests_apart(smollm2: Tokenizer) -> None:
@@ -361,8 +361,8 @@ def test_detokenizer_restart_unknown_and_doubled_requests(smollm2: Tokenizer) ->
     with pytest.raises(DetokenizerError, match="'nobody'"):
         detokenizer.push(delta("nobody", [500]))
     detokenizer.push(delta("a", [500], opening=opening()))
-    with pytest.raises(DetokenizerError, match="'a' is open"):
-        detokenizer.push(delta("a", [500], opening=opening()))
+    again = detokenizer.push(delta("a", [500], opening=opening()))
+    assert again == TextDelta("a", smollm2.decode([500]), True, None)  # a new request of that name
     ids = smollm2.encode("anew", add_special_tokens=False).ids
     for more in ({}, {"opening": opening()}):
         detokenizer.push(delta("a", smollm2.encode("你").ids[:1]))  # held, and to be forgotten
@@ -375,6 +375,16 @@ def test_detokenizer_restart_unknown_and_doubled_requests(smollm2: Tokenizer) ->
     detokenizer.drop("b")
     detokenizer.drop("b")
     assert len(detokenizer) == 0
+
+
+def test_detokenizer_goes_on_with_a_resumed_request(smollm2: Tokenizer) -> None:
+    detokenizer = Detokenizer(smollm2)
+    ids = smollm2.encode("你好", add_special_tokens=False).ids
+    got = detokenizer.push(delta("a", ids[:1], opening=opening())).text
+    resumed = detokenizer.push(delta("a", ids[1:], {"type": "abort"}, opening=opening(resumed=True)))
+    assert (got + resumed.text, resumed.reset) == ("你好", False)
+    late = detokenizer.push(delta("b", ids, opening=opening(resumed=True)))  # this receiver missed its beginning
+    assert (late.text, late.reset) == ("你好", False)
 
 
 def test_spaces_between_special_tokens_changes_nothing(smollm2: Tokenizer) -> None:

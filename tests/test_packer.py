@@ -374,6 +374,18 @@ def test_a_slot_given_anew_while_a_step_is_in_flight(packer: Packer) -> None:
     assert state_of(packer, new)["output_len"] == 0
 
 
+def test_late_counts_rows_whose_tokens_were_dropped(packer: Packer) -> None:
+    """Behind the final row: a row with tokens is late, one without is nothing at all."""
+    handles = admit(packer, "a", max_new_tokens=1)
+    packer.step(handles, tokens(1)).wait().release()
+    late = [
+        packer.step(handles, tokens(1, 3), accept_lens=np.array([2])).wait().header(L.H_LATE),
+        packer.step(handles, tokens(1), accept_lens=np.array([0])).wait().header(L.H_LATE),
+        packer.pack(handles).wait().header(L.H_LATE),
+    ]
+    assert late == [1, 0, 0]
+
+
 # --- Ending ---------------------------------------------------------------------------------------
 
 

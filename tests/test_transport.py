@@ -1,227 +1,28 @@
-"""Sender and receiver over real sockets, and real processes that are killed, stopped and slow."""
+"""Sender and receiver over real sockets in one process; `test_transport_processes.py` has more of them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import selectors
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import zmq
-from frames import Row, Step, frame_of
+from ends import WAIT_MS, Feed, send_until_lost, wait_for_peer
 
-from gpupack import layout as L
 from gpupack.errors import BackpressureError, ClosedError, ConfigError, FrameTooLargeError, PeerLostError
 from gpupack.receiver import OutputReceiver
 from gpupack.sender import OutputSender
-from gpupack.side import OpeningRecord, SideRecord
-from gpupack.wire import encode_frame
-
-CHILD = Path(__file__).with_name("receiver_child.py")
-WAIT_S = 20.0
-WAIT_MS = 10_000
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Feed:
-    """Frames of `rows` requests that get one token a step: token `step` at step `step`."""
-
-    def __init__(self, rows: int = 4, name: str = "r", pad: str = "") -> None:
-        self.rids = [f"{name}{i}" for i in range(rows)]
-        self.steps = 0
-        self.pad = pad
-        self._columns = frame_of(Step([Row(i, 1) for i in range(rows)]))._replace(
-            token_indptr=np.arange(rows + 1, dtype=np.int32)
-        )
-
-    def next(self, *, final: bool = False, resumed: bool = False) -> bytearray:
-        """The frame of the next step; the first one opens, a resumed one opens again."""
-        opens = self.steps == 0 or resumed
-        flags = L.ROW_OPENING * opens | (L.ROW_FINAL | L.FINISH_LENGTH << L.ROW_CODE_SHIFT) * final
-        openings = [
-            OpeningRecord(row=i, rid=rid, decoded_text=self.pad, tokens_before=self.steps, resumed=resumed)
-            for i, rid in enumerate(self.rids)
-        ]
-        rows = len(self.rids)
-        frame = self._columns._replace(
-            step=self.steps,
-            flags=np.full(rows, flags, np.int32),
-            visible_len=np.full(rows, self.steps + 1, np.int32),
-            match=np.full(rows, self.steps + 1, np.int32) if final else None,
-            token_ids=np.full(rows, self.steps, np.int32),
-            side=SideRecord(openings=openings) if opens else None,
-        )
-        self.steps += 1
-        return encode_frame(frame)
-
-
-class Child:
-    """A `receiver_child.py`, ended with the test whatever happens."""
-
-    def __init__(self, endpoint: str, requests: int, delay_ms: float = 0) -> None:
-        command = [sys.executable, str(CHILD), "--endpoint", endpoint, "--requests", str(requests)]
-        self.process = subprocess.Popen([*command, "--delay-ms", str(delay_ms)], stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self._text = b""
-        self.endpoint: str = self.until("endpoint")["endpoint"]
-
-    def until(self, key: str) -> dict[str, Any]:
-        """The next event with this key."""
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + WAIT_S
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            while True:
-                while b"\n" in self._text:
-                    line, self._text = self._text.split(b"\n", 1)
-                    if key in (event := json.loads(line)):
-                        return event
-                left = deadline - time.monotonic()
-                assert left > 0, f"the child did not say {key!r} within {WAIT_S} s"
-                if selector.select(left):
-                    data = self.process.stdout.read()
-                    assert data != b"", f"the child ended with status {self.process.wait()} before {key!r}"
-                    self._text += data or b""
-
-    def signal(self, number: int) -> None:
-        """Send a signal."""
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        """Kill it if it still runs, and wait for its end."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(WAIT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def children() -> Iterator[list[Child]]:
-    """Children of a test, ended after it."""
-    started: list[Child] = []
-    yield started
-    for child in started:
-        child.close()
-        assert child.process.returncode is not None
 
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     """An ipc endpoint of this test's own."""
     return f"ipc://{tmp_path}/output"
-
-
-def wait_for_peer(sender: OutputSender) -> None:
-    """Wait until the handshake is done."""
-    deadline = time.monotonic() + WAIT_S
-    while not sender._peer.connected:
-        sender.check_peer()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def send_until_lost(sender: OutputSender, feed: Feed, within_s: float) -> PeerLostError:
-    """Send on as a scheduler would; the error, which must come in time."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            sender.send(feed.next())
-        except PeerLostError as error:
-            return error
-        time.sleep(0.005)
-    raise AssertionError(f"no PeerLostError within {within_s} s")
-
-
-# --- Processes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_a_killed_receiver_is_noticed_and_a_new_one_takes_over(children, endpoint, kind):
-    first = Child(endpoint if kind == "ipc" else "tcp://127.0.0.1:*", requests=4)
-    children.append(first)
-    feed = Feed()
-    with OutputSender(first.endpoint) as sender:
-        for _ in range(20):
-            sender.send(feed.next())
-        first.until("frames")
-        stream = sender.stream_id
-        first.signal(signal.SIGKILL)
-        error = send_until_lost(sender, feed, within_s=1.0)
-        assert first.endpoint in str(error)
-        assert f"frames 0 to {sender.next_frame_no - 1} of stream {stream:#x}" in str(error)
-        for call in (sender.check_peer, sender.flush, lambda: sender.send(feed.next())):
-            with pytest.raises(PeerLostError, match="reopen"):
-                call()
-        second = Child(endpoint if kind == "ipc" else "tcp://127.0.0.1:*", requests=4)
-        children.append(second)
-        sender.reopen(second.endpoint)
-        assert sender.stream_id != stream
-        assert (sender.next_frame_no, sender.pending_bytes) == (0, 0)
-        before = feed.steps
-        sender.send(feed.next(resumed=True))
-        sender.send(feed.next(final=True))
-        report = second.until("tokens")
-    assert report["errors"] == []
-    assert report["tokens"] == {rid: [before, before + 1] for rid in feed.rids}
-
-
-def test_a_stopped_receiver_costs_bounded_memory_and_loses_nothing(children, endpoint):
-    steps, rows = 5000, 16
-    child = Child(endpoint, requests=rows)
-    children.append(child)
-    feed = Feed(rows)
-    sent = 0
-    with OutputSender(endpoint, high_water_mark=8, max_pending_bytes=2 << 20) as sender:
-        sender.send(feed.next())
-        child.until("frames")
-        child.signal(signal.SIGSTOP)
-        most = 0
-        for _ in range(steps):
-            frame = feed.next()
-            sent += len(frame)
-            sender.send(frame)
-            most = max(most, sender.pending_bytes)
-        assert 0 < most < sent / 4
-        assert sender.blocked_ns == 0
-        assert sender.frames_sent < steps / 2
-        child.signal(signal.SIGCONT)
-        sender.send(feed.next(final=True))
-        assert sender.flush(WAIT_MS)
-        report = child.until("tokens")
-        assert sender.frames_sent + sender.frames_merged == feed.steps
-    assert report["errors"] == []
-    assert report["frames"] == sender.frames_sent
-    assert report["tokens"] == {rid: list(range(steps + 2)) for rid in feed.rids}
-
-
-def test_a_slow_receiver_gets_everything_in_fewer_frames(children, endpoint):
-    child = Child(endpoint, requests=4, delay_ms=3)
-    children.append(child)
-    feed = Feed(pad="x" * 2000)
-    with OutputSender(endpoint, high_water_mark=1) as sender:
-        for _ in range(3000):
-            sender.send(feed.next())
-        sender.send(feed.next(final=True))
-        assert sender.flush(WAIT_MS)
-        report = child.until("tokens")
-        assert sender.frames_merged > 0
-    assert report["errors"] == []
-    assert report["tokens"] == {rid: list(range(3001)) for rid in feed.rids}
-
-
-# --- One process ----------------------------------------------------------------------------------
 
 
 def collect(receiver: OutputReceiver, frames: int) -> dict[str, list[int]]:

@@ -1,30 +1,22 @@
-"""Frames: round trip, golden bytes, every cut and every flipped bit, and hostile bytes."""
+"""Frames: round trip, golden bytes, every cut and every flipped bit. Hostile bytes: `test_fuzz_wire.py`."""
 
 from __future__ import annotations
 
-import os
 import random
-import tracemalloc
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from frames import POISON, Row, Step, frame_of, packed_step, same_frame
 from golden_frames import DP_RANK, FRAME_NO, STEPS, STREAM_ID, golden_frame, kept_frame
 from hypothesis import given
-from reference_reader import RefusedError, read
+from outcomes import assert_like_reference, outcome, reference_outcome
 from wire_strategies import steps
 
-from gpupack import errors
 from gpupack import layout as L
-from gpupack.errors import FrameTooLargeError, FrameTruncatedError, InputError, SideRecordError, WireError
+from gpupack.errors import FrameTooLargeError, FrameTruncatedError, InputError, SideRecordError
 from gpupack.frame import HEADER, Frame, stamp
 from gpupack.side import SideRecord, decode_side, encode_side
 from gpupack.wire import FrameEncoder, decode, encode_frame
-
-LIMIT = 1 << 20
-FUZZ = int(os.environ.get("GPUPACK_FUZZ", "5000"))
 
 
 def packed_and_flags(step: Step) -> tuple[object, np.ndarray]:
@@ -136,41 +128,6 @@ def test_golden_bytes(name):
 # --- Cuts and flips -------------------------------------------------------------------------------
 
 
-def outcome(data: bytes) -> Frame | str:
-    """The frame, or the name of the error class."""
-    try:
-        return decode(data, max_frame_bytes=LIMIT)
-    except WireError as error:
-        return type(error).__name__
-
-
-def reference_outcome(data: bytes) -> dict[str, Any] | str:
-    """The same of the obvious reader."""
-    try:
-        return read(data, LIMIT)
-    except RefusedError as refused:
-        return str(refused.args[0])
-
-
-def assert_like_reference(data: bytes) -> Frame | str:
-    """Compare `decode` with the obvious reader: the same error class, or the same columns."""
-    got, expected = outcome(data), reference_outcome(data)
-    if isinstance(expected, str):
-        assert got == expected
-        return got
-    assert isinstance(got, Frame), got
-    for name in L.WIRE_SECTIONS:
-        column = getattr(got, name)
-        if name == "side":
-            assert (msgspec.to_builtins(column) if column is not None else {}) == expected["side"]
-        elif column is None:
-            assert name not in expected
-        else:
-            assert column.view(np.uint32 if name == "logprobs" else np.int32).tolist() == expected[name]
-    assert (got.dp_rank, got.step, got.idle) == (expected["dp_rank"], expected["step"], expected["idle"])
-    return got
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_every_cut_is_a_truncated_frame(name):
     data = kept_frame(name)
@@ -254,73 +211,6 @@ def test_a_broken_side_record_is_refused(raw):
 
 def test_an_empty_side_record_is_not_sent():
     assert encode_side(None) == encode_side(SideRecord()) == b""
-
-
-# --- Fuzz -----------------------------------------------------------------------------------------
-
-
-def mutated(chooser: random.Random, frames: list[bytes]) -> bytes:
-    """A real frame with a few bytes overwritten, cut, doubled or exchanged with another frame's."""
-    data = bytearray(chooser.choice(frames))
-    for _ in range(chooser.randint(1, 4)):
-        at = chooser.randrange(len(data))
-        kind = chooser.randrange(5)
-        if kind == 0:
-            data[at] = chooser.randrange(256)
-        elif kind == 1:
-            data[at : at + 4] = chooser.choice([b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\0\0\0\0"])
-        elif kind == 2:
-            del data[at : at + chooser.choice([1, 4, 8, 64])]
-        elif kind == 3:
-            data[at:at] = data[at : at + 8]
-        else:
-            other = chooser.choice(frames)
-            data[at : at + 16] = other[at : at + 16]
-        if not data:
-            break
-    if len(data) >= HEADER.size and chooser.random() < 0.7:  # past the first check, to reach the others
-        data[44:48] = len(data).to_bytes(4, "little")
-    return bytes(data)
-
-
-def random_bytes(chooser: random.Random) -> bytes:
-    """Random bytes; half of them with a believable beginning."""
-    data = bytearray(chooser.randbytes(chooser.choice([0, 1, 63, 64, 65, 200, 1000])))
-    if len(data) >= HEADER.size and chooser.random() < 0.5:
-        data[:8] = b"GPKF\1\0" + chooser.randrange(20).to_bytes(2, "little")
-        data[40:64] = bytes(4) + len(data).to_bytes(4, "little") + bytes(16)
-    return bytes(data)
-
-
-@pytest.mark.parametrize("kind", ["random", "mutated"])
-def test_hostile_bytes_raise_wire_errors_only(kind):
-    chooser = random.Random(20)
-    frames = [golden_frame(name) for name in STEPS]
-    frames.append(bytes(encode_frame(frame_of(Step([Row(i, 1, [i], 1) for i in range(64)])))))
-    seen: dict[str, int] = {}
-    tracemalloc.start()
-    try:
-        for _ in range(FUZZ):
-            data = random_bytes(chooser) if kind == "random" else mutated(chooser, frames)
-            got = outcome(data)
-            name = got if isinstance(got, str) else "decoded"
-            seen[name] = seen.get(name, 0) + 1
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    print(kind, seen, f"peak {peak} bytes")
-    assert peak < 4 << 20
-    reached = {"FrameTruncatedError", "FrameMagicError", "FrameSectionError"}
-    if kind == "mutated":
-        reached |= {"FrameValueError", "SideRecordError", "FrameVersionError", "decoded"}
-    assert reached <= set(seen)
-    assert set(seen) - {"decoded"} <= {name for name in dir(errors) if issubclass_of_wire(name)}
-
-
-def issubclass_of_wire(name: str) -> bool:
-    """Whether `gpupack.errors` has a WireError of this name."""
-    found = getattr(errors, name)
-    return isinstance(found, type) and issubclass(found, WireError)
 
 
 def test_a_stamp_changes_only_stream_and_number():

@@ -1,0 +1,56 @@
+"""What a packer asks of its backend, and what it gets for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack.packed import PackedStep
+from gpupack.request import Resume
+
+
+class Launched(Protocol):
+    """A step that was launched; the result is there after its event."""
+
+    def ready(self) -> bool:
+        """Whether `result()` would return at once; does not block."""
+        ...
+
+    def result(self) -> PackedStep:
+        """The packed step; blocks the host until the launch has been done."""
+        ...
+
+
+class Backend(Protocol):
+    """Arenas and the rule over them. Calls take effect in their order; one thread owns a backend."""
+
+    def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
+        """Begin handles: state rows int32 `[n, STATE_WIDTH]`, and what resumed ones have not sent."""
+        ...
+
+    def end(self, slots: NDArray[np.int64]) -> None:
+        """End the handles of slots int64 `[n]`; rows that still come for them are stale."""
+        ...
+
+    def state_row(self, slot: int) -> NDArray[np.int32]:
+        """Copy of a slot's state, int32 `[STATE_WIDTH]`; may synchronise."""
+        ...
+
+    def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
+        """Copy of a ring's output items [begin, end), int32; may synchronise."""
+        ...
+
+    def step(
+        self,
+        handles: Any,
+        token_ids: Any,
+        accept_lens: Any,
+        logprobs: Any,
+        control: NDArray[np.int32] | None,
+        mode: int,
+    ) -> Launched:
+        """One step, see Packer.step; `mode` has `layout.MODE_*` bits."""
+        ...

@@ -1,0 +1,48 @@
+"""Which variant of the pack kernel a configuration launches: block size, warps, compile-time constants."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gpupack.config import PackerConfig
+
+BLOCK = 32  # rows a program; one warp needs the fewest instructions and load sectors (CUDA.md)
+WARPS = 1
+MAX_DEVICE_ACCEPT = 128  # the run of a row is one tile
+
+
+class LaunchShape(NamedTuple):
+    """Rows a program, warps a program, and most programs of a launch, a power of two."""
+
+    block: int
+    warps: int
+    blocks: int
+
+
+def launch_shape(config: PackerConfig, block: int = BLOCK, warps: int = WARPS) -> LaunchShape:
+    """The shape for a configuration; ValueError if its runs are longer than a tile."""
+    if config.max_accept > MAX_DEVICE_ACCEPT:
+        raise ValueError(f"max_accept: expected at most {MAX_DEVICE_ACCEPT} on a device, got {config.max_accept}")
+    return LaunchShape(block, warps, power_of_two(-(-config.batch_capacity // block)))
+
+
+def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]:
+    """The compile-time arguments of pack_kernel for a configuration."""
+    return {
+        "CAPACITY": config.capacity,
+        "WINDOW": config.window,
+        "MAX_ACCEPT": config.max_accept,
+        "MAX_ITEMS": config.max_items,
+        "BACKLOG_LIMIT": config.backlog_limit,
+        "VOCAB_SIZE": config.vocab_size,
+        "POLICY": config.policy.bits,
+        "LOGPROBS": config.logprobs,
+        "ACCEPT": power_of_two(config.max_accept),
+        "BLOCK": shape.block,
+        "BLOCKS": shape.blocks,
+    }
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
