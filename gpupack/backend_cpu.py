@@ -27,7 +27,7 @@ _CAUSES = {
     loop_check.BAD_CONTROL: "control.flags: expected known bits and not HOLD with FLUSH, got {flags}",
     loop_check.BAD_FINISH_CODE: "control.finish_code: expected 1 to 5 with FINISH, got {code}",
     loop_check.BAD_FINISHED_LEN: "control.finished_len: expected -1 to the output length {new_len}, got {finished_len}",
-    loop_check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} tokens of {new_len}, got {visible_len}",
+    loop_check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} of {new_len}, got {visible_len}",
     loop_check.NO_LOGPROBS: "logprobs: expected, the request of handle {handle} asked for them, got None",
 }
 

@@ -236,9 +236,7 @@ class TritonBackend:
             if batch is not None and value.shape[0] != batch:
                 raise InputError(f"{name}: expected {batch} rows, one for each handle, got shape {tuple(value.shape)}")
             return value
-        kinds = (np.int64, np.int32) if dtype is None else (_NUMPY[dtype],)
-        if name == "accept_lens":
-            kinds = (np.int32, np.int64)
+        kinds = _HOST_DTYPES[name]
         array = host_array(name, value, kinds, ndim)
         if batch is not None:
             check_rows(name, array, batch)
@@ -260,4 +258,9 @@ class TritonBackend:
         self._staging.append((self.runtime.record(), [staged_index, staged_values]))
 
 
-_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
+_HOST_DTYPES: dict[str, tuple[type[np.generic], ...]] = {
+    "handles": (np.int64,),
+    "token_ids": (np.int64, np.int32),
+    "accept_lens": (np.int32, np.int64),
+    "logprobs": (np.float32,),
+}

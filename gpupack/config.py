@@ -187,5 +187,5 @@ class PackerConfig:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if self.memory_bytes > total:
             raise ConfigError(
-                f"capacity, max_batch, window: they need {self.memory_bytes} bytes, expected at most the machine's {total}"
+                f"capacity, max_batch, window: need {self.memory_bytes} bytes, expected at most the machine's {total}"
             )

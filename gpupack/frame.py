@@ -147,7 +147,7 @@ def plan_frame(shape: Shape) -> Plan:
     entries: list[int] = []
     words, pads, side = [], [], (0, 0)
     for name, section in sections:
-        count = counts[section.count]
+        count = counts[section.entries]
         entries += (section.id, DTYPE_CODES[section.dtype], offset, count, 0)
         size = count * np.dtype(section.dtype).itemsize
         end = offset + size

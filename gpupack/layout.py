@@ -237,7 +237,7 @@ class WireSection(NamedTuple):
 
     id: int
     dtype: str
-    count: str  # "rows", "rows+1", "tokens", "logprobs" or "bytes"
+    entries: str  # "rows", "rows+1", "tokens", "logprobs" or "bytes"
     doc: str
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from gpupack.kernels import constants as C
 
 INT32_MIN = tl.constexpr(-(2**31))
@@ -45,14 +44,14 @@ def rows_if(bits, offs_row, batch):
 
 @triton.jit
 def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
-    """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md section 2, finish."""
+    """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md 2, finish."""
     cap = field(state, C.MAX_NEW_TOKENS)
     place = tl.arange(0, ACCEPT)[None, :]
     within = place < tl.minimum(accept, cap - old_len)[:, None]
     invalid = within & ((run < 0) | (run >= VOCAB_SIZE))
     bad_at = tl.min(tl.where(invalid, place, NOWHERE), axis=1)
     stops = (flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK
-    is_stop = within & (run != run)
+    is_stop = within & (place < 0)  # none yet
     for k in tl.static_range(C.MAX_STOP_IDS):
         is_stop = is_stop | (within & (k < stops)[:, None] & (run == field(state, C.STOP_0 + k)[:, None]))
     stop_at = tl.min(tl.where(is_stop, place, NOWHERE), axis=1)

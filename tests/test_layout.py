@@ -122,4 +122,10 @@ def test_wire_section_ids_are_unique() -> None:
     ids = [section.id for section in L.WIRE_SECTIONS.values()]
     assert len(set(ids)) == len(ids)
     assert min(ids) > 0
-    assert {section.count for section in L.WIRE_SECTIONS.values()} <= {"rows", "rows+1", "tokens", "logprobs", "bytes"}
+    assert {section.entries for section in L.WIRE_SECTIONS.values()} <= {
+        "rows",
+        "rows+1",
+        "tokens",
+        "logprobs",
+        "bytes",
+    }
