@@ -54,8 +54,7 @@ class CudaRuntime:
 
     def record(self) -> Event:
         """A new CUDA event on the current stream."""
-        event = torch.cuda.Event()
-        event.record()
+        event: Event = torch.cuda.current_stream().record_event()
         return event
 
 
