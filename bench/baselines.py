@@ -4,10 +4,11 @@ A per-request streamer with the columns and the bookkeeping of SPEC.md section 3
 0.5.23 preset, written for comparison only; the real package is benchmarked as a peer elsewhere. It
 does the same kinds of work per request as the engine's loop (method calls, array slices, appends to
 columns held as attributes, checks of every optional column), and nothing to make it slower. Measured
-beside the real streamer on one machine it is somewhat cheaper in the loop: the engine's request has
-several times as many attributes, its process a larger heap for the garbage collector to walk, and its
-row a few columns more. Encode and decode, bytes per row too, come close. Ratios against this baseline
-therefore err on the low side.
+beside the real streamer on one machine it is somewhat cheaper in the loop, most so for a single request
+and for thousands: the engine's request has several times as many attributes, its process a larger heap,
+and its row a few columns more. Encode, decode and bytes per row come close. So without logprobs ratios
+against this baseline err on the low side. With them, at thousands of requests, full collections of the
+garbage come more often here than in the engine's larger heap, and medians err on the high side.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ Freeing the decoded messages is not included either. Everything runs on the CPU;
 
 Between two steps of the scheduler side the process waits until the message was taken, as an engine
 waits for its model: caches and zmq's thread are as cold as that makes them. `no_socket` is the same
-work in a tight loop, without the hand-over. The garbage collector is on, as it is in engines. With
+work in a tight loop, without the hand-over. Each variant has a zmq context of its own, as it comes. The garbage collector is on, as it is in engines. With
 logprobs and thousands of requests its full collections come more often here than in an engine's
-larger heap, and fall on the loop: look at the 20th percentile there.
+larger heap, and fall on the loop: look at the 20th percentile there. Run it on a quiet machine: where
+others wait for the cores, long steps are interrupted and short ones are not, which flatters gpupack.
 
     python bench/bench_step.py [--quick] [--json FILE]
 """
@@ -124,7 +125,7 @@ def scheduler_rows(case: Case, sampled: Sampled, budget_s: float, min_rounds: in
     with (
         zmq.Context() as context,
         Drain(context) as drain,
-        OutputSender(drain.endpoint, context=context) as sender,
+        OutputSender(drain.endpoint) as sender,
         context.socket(zmq.PUSH) as socket,
     ):
         socket.connect(drain.endpoint)
@@ -167,7 +168,8 @@ def main() -> None:
         raise AssertionError("torch was loaded, which the rows say it was not")
     write_rows(options.json, rows)
     print(table(rows))
-    print(f"\n{rows[0]['cpu']}, {rows[0]['cores']} cores; {time.monotonic() - began:.0f} s; rows in {options.json}")
+    machine = "{cpu}, {cores} cores, load {load_1m}".format(**rows[0])
+    print(f"\n{machine}; {time.monotonic() - began:.0f} s; rows in {options.json}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def environment() -> Row:
         "commit": _git("rev-parse", "--short", "HEAD") + changed,
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),  # before the run: on a busy machine its figures are worth little
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
     }

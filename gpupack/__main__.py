@@ -32,7 +32,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser("demo", help="stream prompts from a small real model to a receiver process")
-    demo.add_argument("--device", help="device of the model: cpu or cuda (default: cuda if there is one)")
+    demo.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "interpret"),
+        help="where model and packer run (default: cuda if there is one); interpret: the kernel under "
+        "Triton's interpreter, with --synthetic",
+    )
     demo.add_argument("--running", type=_positive, default=8, help="requests that run at once (default: 8)")
     demo.add_argument("--synthetic", type=_positive, metavar="B", help="no model: B random requests at a time")
     demo.add_argument("--steps", type=_positive, default=100, help="length of the synthetic run (default: 100)")
@@ -53,6 +58,13 @@ def _positive(text: str) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of the loading, which the terminal is not for
+    if options.device == "interpret":
+        if not options.synthetic:
+            raise RuntimeError(
+                "--device interpret goes with --synthetic: the interpreter is too slow for a model's batch"
+            )
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is decorated, so before it is imported
     missing = [] if options.synthetic else [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(
@@ -61,7 +73,7 @@ def _demo(options: argparse.Namespace) -> int:
     from gpupack.demo.run import run_model, run_synthetic
 
     if options.synthetic:
-        report = run_synthetic(options.synthetic, options.steps, options.seed)
+        report = run_synthetic(options.device, options.synthetic, options.steps, options.seed)
     elif options.json:
         report = run_model(options.device, options.running, lambda receiver: receiver.events())
     else:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack import loop, loop_check
+from gpupack import loop
+from gpupack import loop_check as check
 from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.control import NO_CONTROL
@@ -22,13 +23,13 @@ from gpupack.state import HostArenas
 _NOTHING = np.empty(0, np.int32)
 
 _CAUSES = {
-    loop_check.BAD_ACCEPT_LEN: "accept_lens: expected 0 to {max_accept}, got {accept}",
-    loop_check.DOUBLED: "handles: expected each handle once, got {handle} again",
-    loop_check.BAD_CONTROL: "control.flags: expected known bits and not HOLD with FLUSH, got {flags}",
-    loop_check.BAD_FINISH_CODE: "control.finish_code: expected 1 to 5 with FINISH, got {code}",
-    loop_check.BAD_FINISHED_LEN: "control.finished_len: expected -1 to the output length {new_len}, got {finished_len}",
-    loop_check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} of {new_len}, got {visible_len}",
-    loop_check.NO_LOGPROBS: "logprobs: expected, the request of handle {handle} asked for them, got None",
+    check.BAD_ACCEPT_LEN: "accept_lens: expected 0 to {max_accept}, got {accept}",
+    check.DOUBLED: "handles: expected each handle once, got {handle} again",
+    check.BAD_CONTROL: "control.flags: expected known bits and not HOLD with FLUSH, got {flags}",
+    check.BAD_FINISH_CODE: "control.finish_code: expected 1 to 5 with FINISH, got {code}",
+    check.BAD_FINISHED_LEN: "control.finished_len: expected -1 to the output length {new_len}, got {finished_len}",
+    check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} tokens of {new_len}, got {visible_len}",
+    check.NO_LOGPROBS: "logprobs: expected, the request of handle {handle} asked for them, got None",
 }
 
 
@@ -129,11 +130,11 @@ class CpuBackend:
         score_starts = token_starts if logprob_starts is None else logprob_starts
         max_accept = config.max_accept if width is None else min(width, config.max_accept)
         self._checks += 1
-        cause, row = loop_check.check_batch(
+        cause, row = check.check_batch(
             self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, config.backlog_limit,
             logprobs is not None, self._checks,
         )  # fmt: skip
-        if cause != loop_check.OK:
+        if cause != check.OK:
             raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode)
         if not self._free:
             raise BufferBusyError(f"step: all {config.buffers} packed steps are in use; release an earlier one first")

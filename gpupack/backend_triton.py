@@ -17,7 +17,7 @@ from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.device import CudaRuntime, DeviceRuntime, Event, InterpreterRuntime
 from gpupack.errors import BufferBusyError, ConfigError, InputError, StepFailedError
-from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
+from gpupack.kernels.launch import BLOCK, WARPS, LaunchShape, kernel_constants, launch_shape
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 
@@ -93,10 +93,12 @@ class DeviceStep:
 class TritonBackend:
     """Arenas on the device; every step is one launch on the current stream. One thread owns it."""
 
-    def __init__(self, config: PackerConfig, runtime: DeviceRuntime | None = None) -> None:
+    def __init__(
+        self, config: PackerConfig, runtime: DeviceRuntime | None = None, *, block: int = BLOCK, warps: int = WARPS
+    ) -> None:
         self.config = config
         self.runtime = runtime or make_runtime(config.device)
-        self.shape: LaunchShape = launch_shape(config)
+        self.shape: LaunchShape = launch_shape(config, block, warps)
         words = config.capacity * (L.STATE_WIDTH + config.window * (2 if config.logprobs else 1))
         self.arena = self.runtime.zeros(words, torch.int32)
         self.scan = self.runtime.zeros(L.SCAN_HEADER + len(L.SCAN_AXES) * self.shape.blocks, torch.int64)
@@ -167,24 +169,20 @@ class TritonBackend:
         if batch > self.config.batch_capacity:
             raise InputError(f"handles: expected at most max_batch = {self.config.batch_capacity} rows, got {batch}")
         handles = self._input("handles", handles, torch.int64, (1,), batch, buffer.handles)
-        lens = self._ones if accept_lens is None else accept_lens
-        lens = self._input("accept_lens", lens, torch.int32, (1,), None, buffer.accept_lens)
+        lens = self._ones[:batch] if accept_lens is None else accept_lens
+        lens = self._input("accept_lens", lens, torch.int32, (1,), batch, buffer.accept_lens)
         token_ids = handles if token_ids is None else self._input("token_ids", token_ids, None, (1, 2), batch)
         scores = self.arena if logprobs is None else self._input("logprobs", logprobs, torch.float32, (1, 2), batch)
         self._write_control(buffer, batch, mode, token_ids, scores if logprobs is not None else None, control)
         self._free.pop()
         self._launch = self._launch % (2**31 - 1) + 1
-        pack_kernel[(max(-(-batch // self.shape.block), 1),)](
-            self.arena,
-            handles,
-            token_ids,
-            lens,
-            scores if scores.dtype == torch.int32 else scores.view(torch.int32),
-            buffer.control,
-            buffer.out,
-            self.scan,
-            **self._constants,
-            num_warps=self.shape.warps,
+        score_bits = scores if scores.dtype == torch.int32 else scores.view(torch.int32)
+        self.runtime.launch(
+            pack_kernel,
+            max(-(-batch // self.shape.block), 1),
+            (self.arena, handles, token_ids, lens, score_bits, buffer.control, buffer.out, self.scan),
+            self._constants,
+            self.shape.warps,
         )
         layout = L.packed_layout(batch, self.config.max_items, self.config.logprobs)
         with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS)
@@ -240,8 +238,10 @@ class TritonBackend:
         array = host_array(name, value, kinds, ndim)
         if batch is not None:
             check_rows(name, array, batch)
-        if staging is not None:
-            staging.numpy()[: len(array)] = array
+        if staging is not None:  # saturated, so that no bad length wraps to a good one
+            words: NDArray[Any] = staging.numpy()
+            limits = np.iinfo(words.dtype)
+            np.clip(array, limits.min, limits.max, out=words[: len(array)], casting="unsafe")
             return staging
         return torch.from_numpy(array).to(self.runtime.device, non_blocking=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +38,24 @@ class DeviceRuntime(Protocol):
         """An event right behind the work enqueued so far."""
         ...
 
+    def launch(
+        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+    ) -> None:
+        """Enqueue `programs` programs of a Triton kernel."""
+        ...
 
-class CudaRuntime:
+
+class _TritonLaunch:
+    """Launches as Triton does it; compiles at the first launch of a variant."""
+
+    def launch(
+        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+    ) -> None:
+        """Enqueue `programs` programs of a Triton kernel."""
+        kernel[(programs,)](*arguments, **constants, num_warps=warps)
+
+
+class CudaRuntime(_TritonLaunch):
     """CUDA (or HIP) through torch; host memory is pinned, which kernels reach by its own address."""
 
     def __init__(self) -> None:
@@ -68,7 +85,7 @@ class _Done:
         return
 
 
-class InterpreterRuntime:
+class InterpreterRuntime(_TritonLaunch):
     """Triton's interpreter: everything is host memory, and a launch has been done when it returns."""
 
     def __init__(self) -> None:

@@ -151,7 +151,10 @@ def put_counts(out_ptr, own, below, FIRST: tl.constexpr, SECOND: tl.constexpr, T
     tl.store(out_ptr + THIRD, (own_third & C.SCAN_COUNT_MASK) + tl.sum(third & C.SCAN_COUNT_MASK, axis=0))
 
 
-@triton.jit
+# Inputs come from wherever the sampler put them: their alignment must not choose a variant.
+@triton.jit(
+    do_not_specialize_on_alignment=["handles_ptr", "token_ids_ptr", "accept_lens_ptr", "logprobs_ptr"],
+)
 def pack_kernel(
     arena_ptr,  # int32: state [CAPACITY, STATE_WIDTH], token ring [CAPACITY, WINDOW], logprob ring likewise
     handles_ptr,  # int64 [batch]

@@ -308,6 +308,13 @@ CASES = [
         [Sent([7, 8, 10], 3), Sent([], 2, final="stop_string")],
     ),
     Case(
+        "a token id beyond 32 bits becomes the widest: from the input, and through the ring",
+        [Do([2**40]), Do([-(2**40)]), Do([2**32 + 1]), Do([2**31])],
+        [Sent([TOP], 1), NOTHING, NOTHING, Sent([-(2**31), TOP, TOP], 4)],
+        policies=DEFAULT + NEW,
+        request={**ENGINE, "stream_interval": 3},
+    ),
+    Case(
         "visible length: the rest waits",
         [Do(ids(0, 3), visible_len=2), Do(ids(3, 4)), Do(ids(4, 5), visible_len=1)],
         [Sent(ids(0, 2), 2), Sent(ids(2, 4), 4), NOTHING],

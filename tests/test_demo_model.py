@@ -35,8 +35,11 @@ ARRIVALS = [
 
 
 @pytest.fixture(scope="module")
-def model() -> SlotModel:
-    return SlotModel.load(num_slots=NUM_SLOTS, max_len=MAX_LEN, device="cpu")
+def model():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on busy cores several threads spin at every barrier: 20 times slower was measured
+    yield SlotModel.load(num_slots=NUM_SLOTS, max_len=MAX_LEN, device="cpu")
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -332,7 +332,7 @@ class Play:
             stops = [*self.config.eos_token_ids, *(record.request.stop_token_ids if record else ())]
             if kind == 0 and stops:
                 token = stops[(plan.back + place) % len(stops)]
-            elif kind == 1:
+            elif kind == 1 or (kind % 4 == 1 and record is not None and not record.judged):
                 token = outside[(plan.back + place) % len(outside)]
             elif record is not None and not record.judged:
                 token = 2000 + self.fresh

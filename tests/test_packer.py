@@ -175,7 +175,7 @@ def test_visible_length_must_leave_no_more_than_the_window_holds(packer: Packer)
     assert limit == 10
     for _ in range(limit):
         packer.step(handles, tokens(1), control=control(1, visible_len=0)).wait().release()
-    message = rf"control.visible_len: expected -1 or .* {limit} tokens .* {limit + 1}, got 0 \(row 0\)"
+    message = rf"control\.visible_len: expected -1 or .*\b{limit}\b.*\b{limit + 1}, got 0 \(row 0\)"
     with pytest.raises(InputError, match=message):
         packer.step(handles, tokens(1), control=control(1, visible_len=0))
     packed = packer.step(handles, tokens(1), control=control(1, visible_len=1)).wait()

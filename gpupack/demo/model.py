@@ -230,8 +230,10 @@ def _load_smollm2(device: str) -> tuple[Any, Any]:
     gguf_file = next(folder.glob("*.gguf")).name
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the import below reads it; all files are in the package
     from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
     from transformers.utils.quantization_config import GgufConfig
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     AttentionInterface.register(ATTENTION, slot_attention)
     source: dict[str, Any] = {"gguf_file": gguf_file, "local_files_only": True}
     collecting = gc.isenabled()

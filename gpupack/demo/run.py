@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpupack.config import PackerConfig
+from gpupack.config import Device, PackerConfig
 from gpupack.demo.loop import LoopStats
 from gpupack.demo.receiver_process import ReceiverProcess
 from gpupack.packer import Packer
@@ -58,7 +58,13 @@ def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     longest = max(prompt.max_new_tokens for prompt in PROMPTS)
     model = SlotModel.load(num_slots=running, max_len=MAX_PROMPT + longest, device=device)
     info, tokenizer = model.info, model.tokenizer.backend_tokenizer
-    config = PackerConfig(vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids, capacity=running, window=128)
+    config = PackerConfig(
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        capacity=running,
+        window=128,
+        device=_packer_device(info.device),
+    )
     began = time.perf_counter()
     with ReceiverProcess(len(PROMPTS), tokenizer) as receiver:
         judge = StopStringJudge(tokenizer, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
@@ -77,12 +83,19 @@ def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     return _report(info.device, info.name, len(PROMPTS), tokens, loop.stats, seconds, receiver.texts, verified)
 
 
-def run_synthetic(batch: int, steps: int, seed: int) -> DemoReport:
+def run_synthetic(device: str | None, batch: int, steps: int, seed: int) -> DemoReport:
     """Serve random lives of random tokens, `batch` at a time; the receiver's contents are checked by hash."""
     from gpupack.demo.synthetic import EOS_TOKEN_ID, VOCAB_SIZE, SyntheticLoop
 
+    device = device or default_device()
     config = PackerConfig(
-        vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_TOKEN_ID,), capacity=batch, window=64, max_accept=4, max_in_flight=1
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_TOKEN_ID,),
+        capacity=batch,
+        window=64,
+        max_accept=4,
+        max_in_flight=1,
+        device=_packer_device(device),
     )
     packer = Packer(config)
     began = time.perf_counter()
@@ -97,7 +110,21 @@ def run_synthetic(batch: int, steps: int, seed: int) -> DemoReport:
             streamer.close()
     verified = summary["digests"] == loop.digests
     seconds = time.perf_counter() - began
-    return _report("cpu", "synthetic", total, loop.output_tokens, loop.stats, seconds, {}, verified)
+    return _report(device, "synthetic", total, loop.output_tokens, loop.stats, seconds, {}, verified)
+
+
+def default_device() -> str:
+    """CUDA if torch can use it, else the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _packer_device(device: str) -> Device:
+    """Where the packer of a model on `device` runs."""
+    if device == "interpret":
+        return "interpret"
+    return "cuda" if device.startswith("cuda") else "cpu"
 
 
 def _report(
@@ -112,7 +139,7 @@ def _report(
 ) -> DemoReport:
     return DemoReport(
         device=device,
-        backend="cpu",
+        backend="cpu" if _packer_device(device) == "cpu" else "triton",
         model=model,
         requests=requests,
         output_tokens=tokens,

@@ -1,0 +1,102 @@
+"""A device whose launches are the compiled kernel's PTX, executed by ptxsim on host memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guarded import GuardedMemory
+from torch import Tensor
+
+from gpupack.device import Event, InterpreterRuntime
+
+ROOT = Path(__file__).resolve().parents[2]
+PTXSIM = Path(os.environ.get("PTXSIM", ROOT.parent / "shared" / "ptxsim"))
+if not (PTXSIM / "ptxsim").is_dir():
+    pytest.skip(f"no ptxsim at {PTXSIM} (set PTXSIM)", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: nothing is compiled in this process", allow_module_level=True)
+sys.path.append(str(PTXSIM))
+
+import ptxsim  # noqa: E402
+
+POINTER_TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def reads_reused_slot(race: Any) -> bool:
+    """A block reads a slot's state while another block writes it.
+
+    Allowed only in batches where a row with an ended handle names the slot of a live row: no other two
+    rows can meet there. Such a row is stale whatever it reads, since the generation decides, and that
+    word no launch writes; what it reads beside is not used.
+    """
+    return bool(race.arg == "arena_ptr" and race.kind == "read-write" and race.scope == "grid")
+
+
+@lru_cache(maxsize=None)
+def compiled(
+    kernel: Any, arch: int, types: tuple[tuple[str, str], ...], aligned: tuple[str, ...], constants: Any, warps: int
+) -> Any:
+    """The simulator's kernel for one variant."""
+    return ptxsim.compile(kernel, dict(types), dict(constants), arch=arch, num_warps=warps, aligned=list(aligned))
+
+
+def variant(kernel: Any, arch: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int) -> Any:
+    """The variant that Triton's JIT would launch: types and 16-byte alignment of these very arguments."""
+    params = [param for param in kernel.params if not param.is_constexpr]
+    types = tuple((p.name, POINTER_TYPES[a.dtype]) for p, a in zip(params, arguments, strict=True))
+    aligned = tuple(
+        p.name
+        for p, a in zip(params, arguments, strict=True)
+        if a.data_ptr() % 16 == 0 and not (p.do_not_specialize or p.do_not_specialize_on_alignment)
+    )
+    return compiled(kernel, arch, types, aligned, tuple(sorted(constants.items())), warps)
+
+
+@dataclass
+class PtxSimRuntime:
+    """DeviceRuntime on ptxsim; a launch has been done when the call returns.
+
+    Every launch runs under the next seed. A race of either order, an access outside an argument, a
+    read of the output and a deadlock raise.
+    """
+
+    arch: int
+    seed: int = 0
+    schedule: str = "random"
+    races: str = "raise"
+    edit: Callable[[Any], Any] = lambda kernel: kernel  # another kernel in place of the one asked for
+    allow: list[Callable[[Any], bool]] = field(default_factory=list)
+    memory: GuardedMemory = field(default_factory=GuardedMemory)
+    launches: list[Any] = field(default_factory=list)  # (programs, Stats) of every launch
+    device: torch.device = torch.device("cpu")
+
+    def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
+        """Cleared memory between guards, `[words]`."""
+        return self.memory.zeros(words, dtype)
+
+    host = zeros
+
+    def record(self) -> Event:
+        """An event that has happened."""
+        return InterpreterRuntime().record()
+
+    def launch(
+        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+    ) -> None:
+        """Execute `programs` programs; the caller's memory is as before if this raises."""
+        built = variant(self.edit(kernel), self.arch, arguments, constants, warps)
+        self.seed += 1
+        stats = built.launch(
+            (programs,), *arguments, seed=self.seed, schedule=self.schedule, races=self.races, allow=self.allow,
+            poison=("out_ptr",),
+        )  # fmt: skip
+        self.memory.check()
+        self.launches.append((programs, stats))
