@@ -15,10 +15,12 @@ Freeing the decoded messages is not included either. Everything runs on the CPU;
 
 Between two steps of the scheduler side the process waits until the message was taken, as an engine
 waits for its model: caches and zmq's thread are as cold as that makes them. `no_socket` is the same
-work in a tight loop, without the hand-over. Each variant has a zmq context of its own, as it comes. The garbage collector is on, as it is in engines. With
-logprobs and thousands of requests its full collections come more often here than in an engine's
-larger heap, and fall on the loop: look at the 20th percentile there. Run it on a quiet machine: where
-others wait for the cores, long steps are interrupted and short ones are not, which flatters gpupack.
+work in a tight loop, without the hand-over. Each variant has a zmq context of its own, as it comes.
+
+The garbage collector is on, as it is in engines. With logprobs and thousands of requests its full
+collections come more often here than in an engine's larger heap, and fall on the loop: look at the
+20th percentile there. Run it on a quiet machine: where others wait for the cores, long steps are
+interrupted and short ones are not, which flatters gpupack.
 
     python bench/bench_step.py [--quick] [--json FILE]
 """
@@ -44,7 +46,7 @@ from step_table import table
 from workload import Case, Sampled, Sent
 from workload import Path as OutputPath
 
-from gpupack.sender import OutputSender
+from gpupack.transport.sender import OutputSender
 
 BATCHES = (1, 64, 256, 1024, 4096)
 INTERVALS = (1, 8, 50)

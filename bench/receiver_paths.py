@@ -12,9 +12,9 @@ from baselines import BatchMessage
 from scheduler_paths import LoopPath, PackedPath
 from workload import Case, Sampled, Sent
 
-from gpupack.frame import stamp
-from gpupack.receiver import OutputReceiver
-from gpupack.wire import decode
+from gpupack.transport.receiver import OutputReceiver
+from gpupack.wire.codec import decode
+from gpupack.wire.frame import stamp
 
 RowContent = tuple[str, list[int], list[float], int]
 

@@ -22,9 +22,9 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 _LAZY = {
     "OutputStreamer": "gpupack.streamer",
-    "OutputSender": "gpupack.sender",
-    "OutputReceiver": "gpupack.receiver",
-    "Delta": "gpupack.receiver",
+    "OutputSender": "gpupack.transport.sender",
+    "OutputReceiver": "gpupack.transport.receiver",
+    "Delta": "gpupack.transport.receiver",
     "StopStringJudge": "gpupack.stop_strings",
     "Detokenizer": "gpupack.detokenizer",
     "TextStream": "gpupack.detokenizer",

@@ -48,6 +48,7 @@ class CpuBackend:
         self.layout = lru_cache(maxsize=256)(self._make_layout)
         self.buffer_words = self.layout(config.batch_capacity).size
         self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
+        self._policy, self._backlog_limit = config.policy.bits, config.backlog_limit
         self._seen = np.zeros(config.capacity, np.int64)
         self._ones = np.ones(config.batch_capacity, np.int32)
         self._launch = 0
@@ -131,7 +132,7 @@ class CpuBackend:
         max_accept = config.max_accept if width is None else min(width, config.max_accept)
         self._checks += 1
         cause, row = check.check_batch(
-            self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, config.backlog_limit,
+            self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, self._backlog_limit,
             logprobs is not None, self._checks,
         )  # fmt: skip
         if cause != check.OK:
@@ -144,7 +145,7 @@ class CpuBackend:
         loop.pack_batch(
             self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, handles, accept_lens, token_ids,
             token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens, layout.logprobs, mode,
-            config.policy.bits, config.backlog_limit, config.vocab_size, self._launch,
+            self._policy, self._backlog_limit, config.vocab_size, self._launch,
         )  # fmt: skip
         with_logprobs = config.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
         return PackedStep(out, layout, with_logprobs, self._free.append)

@@ -172,7 +172,7 @@ class TritonBackend:
         lens = self._ones[:batch] if accept_lens is None else accept_lens
         lens = self._input("accept_lens", lens, torch.int32, (1,), batch, buffer.accept_lens)
         token_ids = handles if token_ids is None else self._input("token_ids", token_ids, None, (1, 2), batch)
-        scores = self.arena if logprobs is None else self._input("logprobs", logprobs, torch.float32, (1, 2), batch)
+        scores = self._ones if logprobs is None else self._input("logprobs", logprobs, torch.float32, (1, 2), batch)
         self._write_control(buffer, batch, mode, token_ids, scores if logprobs is not None else None, control)
         self._free.pop()
         self._launch = self._launch % (2**31 - 1) + 1

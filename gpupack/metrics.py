@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from gpupack import layout as L
 from gpupack.packed import PackedStep
 
@@ -23,7 +21,7 @@ class Metrics:
     """Counts steps, frames, bytes and the header words of every packed step; host only."""
 
     def __init__(self) -> None:
-        self._totals = np.zeros(L.HEADER_WORDS, np.int64)
+        self._totals = dict.fromkeys(_SUMMED, 0)
         self.steps = 0
         self.frames = 0
         self.frame_bytes = 0
@@ -33,7 +31,9 @@ class Metrics:
     def count_step(self, packed: PackedStep) -> None:
         """Add one step, as it is sent."""
         self.steps += 1
-        self._totals += packed.buffer[: L.HEADER_WORDS]
+        header = packed.header_words
+        for name, field in _SUMMED.items():
+            self._totals[name] += header[field]
 
     def count_frame(self, size: int) -> None:
         """Add one frame of `size` bytes."""
@@ -42,6 +42,5 @@ class Metrics:
 
     def snapshot(self) -> dict[str, int]:
         """All counters by name, since the start."""
-        counted = {name: int(self._totals[field]) for name, field in _SUMMED.items()}
         own = {name: getattr(self, name) for name in ("steps", "frames", "frame_bytes", "dropped_rows", "reopened")}
-        return own | counted
+        return own | self._totals

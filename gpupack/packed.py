@@ -20,7 +20,7 @@ class PackedStep:
     before stay NumPy views and must not be kept.
     """
 
-    __slots__ = ("_buffer", "_on_release", "geometry", "has_logprobs")
+    __slots__ = ("_buffer", "_header", "_on_release", "geometry", "has_logprobs")
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class PackedStep:
         on_release: Callable[[NDArray[np.int32]], None] | None = None,
     ) -> None:
         self._buffer: NDArray[np.int32] | None = buffer
+        self._header: list[int] | None = None
         self._on_release = on_release
         self.geometry = geometry
         self.has_logprobs = has_logprobs
@@ -41,9 +42,16 @@ class PackedStep:
             raise ReleasedError("this packed step was released; take what is needed before release()")
         return self._buffer
 
+    @property
+    def header_words(self) -> list[int]:
+        """The header (`layout.H_*`) as Python numbers, read once."""
+        if self._header is None:
+            self._header = self.buffer[: L.HEADER_WORDS].tolist()
+        return self._header
+
     def header(self, field: int) -> int:
         """One word of the header (`layout.H_*`)."""
-        return int(self.buffer[field])
+        return self.header_words[field]
 
     def ready(self) -> bool:
         """True: it is here. With `result` this makes a packed step the Launched of a backend on the host."""
@@ -60,10 +68,9 @@ class PackedStep:
 
     def column(self, field: int) -> NDArray[np.int32]:
         """Row column `field` (`layout.R_*`), int32 `[rows]`, or `[rows + 1]` for the two indptr."""
-        buffer = self.buffer
-        entries = int(buffer[L.H_ROWS]) + (field >= L.R_TOKEN_INDPTR)
+        entries = self.rows + (field >= L.R_TOKEN_INDPTR)
         start = self.geometry.column(field)
-        return buffer[start : start + entries]
+        return self.buffer[start : start + entries]
 
     @property
     def handles(self) -> NDArray[np.int64]:
@@ -98,7 +105,7 @@ class PackedStep:
         buffer = self._buffer
         if buffer is None:
             return
-        self._buffer = None
+        self._buffer = self._header = None
         if self._on_release is not None:
             self._on_release(buffer)
 
@@ -121,8 +128,9 @@ class PackedStep:
             column[:rows] = column[kept]
         flags = self.column(L.R_FLAGS)[:rows]
         buffer[L.H_ROWS] = rows
-        buffer[L.H_TOKENS] = self.token_indptr[-1]
-        buffer[L.H_LOGPROBS] = self.logprob_indptr[-1]
+        buffer[L.H_TOKENS] = buffer[geometry.column(L.R_TOKEN_INDPTR) + rows]
+        buffer[L.H_LOGPROBS] = buffer[geometry.column(L.R_LOGPROB_INDPTR) + rows]
         buffer[L.H_CONVEYED] = np.count_nonzero(flags & L.ROW_CONVEYED)
         buffer[L.H_FINISHED] = np.count_nonzero(flags & L.ROW_FINAL)
         buffer[L.H_EARLY] = np.count_nonzero(flags & L.ROW_EARLY)
+        self._header = None

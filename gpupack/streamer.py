@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,12 @@ from gpupack.metrics import Metrics
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer, Ticket
 from gpupack.request import FinishReason, Request, Resume
-from gpupack.side import OpeningRecord, RowExtras, SideRecord, encode_side
 from gpupack.stop_strings import StopStringJudge
-from gpupack.wire import FrameEncoder
+from gpupack.wire.encoder import FrameEncoder
+from gpupack.wire.side import OpeningRecord, RowExtras, SideRecord, encode_side
 
 if TYPE_CHECKING:
-    from gpupack.sender import OutputSender
+    from gpupack.transport.sender import OutputSender
 
 
 _NO_HANDLES = np.empty(0, np.int64)
@@ -32,8 +32,7 @@ UNNAMED_END: FinishReason = {"type": "abort", "message": "Aborted", "status_code
 """The reason of a request that the engine ends without setting `Request.finish_reason`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendReport:
+class SendReport(NamedTuple):
     """What one step sent: rows, tokens, bytes of the frame (0 without one), handles of final rows int64 `[n]`."""
 
     rows: int
@@ -63,6 +62,7 @@ class OutputStreamer:
         self._judged_here = np.zeros(capacity, np.bool_)  # slot: the stop-string judge looks at it
         self._gated = np.zeros(capacity, np.bool_)  # slot: goes through the gate
         self._opened = np.zeros(capacity, np.bool_)  # slot: opening record sent on this stream
+        self._unopened = 0  # handles among the live ones that are not opened
         self._known = np.zeros(capacity, np.bool_)  # slot: a row was sent, on this stream or under an earlier handle
         self._restarted = np.zeros(capacity, np.bool_)  # slot: next row tells the receiver to discard
         self._final = np.zeros(capacity, np.bool_)  # slot: final row sent
@@ -81,6 +81,7 @@ class OutputStreamer:
         resumes = [entry or Resume() for entry in resume or [None] * len(requests)]
         slots = handles & 0xFFFFFFFF
         self._opened[slots] = self._final[slots] = False
+        self._unopened += len(slots)
         self._known[slots] = [entry.opened for entry in resumes]
         self._restarted[slots] = [entry.restarted for entry in resumes]
         self._judged_here[slots] = [judge == "host" for judge in judges]
@@ -135,6 +136,7 @@ class OutputStreamer:
         """Start a new stream, to the same or another receiver; every live request opens again on it."""
         self.sender.reopen(endpoint)
         self._opened[:] = False
+        self._unopened = len(self.packer.slots)
         self._ended.clear()
         self.metrics.reopened += 1
 
@@ -199,14 +201,14 @@ class OutputStreamer:
             frame = self._encoder.encode(packed, step=launch, row_flags=row_flags, side=side, idle=idle)
             size = len(frame)
             self.metrics.count_frame(size)
-            self.sender.send(frame)
+            self.sender.send(frame, peer_checked=True)
         return SendReport(count, packed.header(L.H_TOKENS), size, finished)
 
     def _side(
         self, packed: PackedStep, slots: NDArray[np.int32], finals: int
     ) -> tuple[NDArray[np.int32] | None, bytes]:
         """Row flags and side record: opening records of first rows, reasons of the host, ended handles."""
-        opening = slots[:0] if self._opened[slots].all() else np.flatnonzero(~self._opened[slots])
+        opening = np.flatnonzero(~self._opened[slots]) if self._unopened else slots[:0]
         extras: list[RowExtras] = []
         if finals:
             codes = packed.column(L.R_FLAGS) >> L.ROW_CODE_SHIFT
@@ -221,6 +223,7 @@ class OutputStreamer:
         openings = [self._opening(slots, row, int(starts[row])) for row in opening.tolist()]
         side = encode_side(SideRecord(openings=openings, extras=extras, ended=self._ended))
         self._opened[slots[opening]] = self._known[slots[opening]] = True
+        self._unopened -= len(opening)
         self._restarted[slots[opening]] = False
         self._ended = []
         return row_flags, side
@@ -251,6 +254,7 @@ class OutputStreamer:
     def _forget(self, handles: NDArray[np.int64], *, resumable: bool) -> None:
         slots = handles & 0xFFFFFFFF
         self._ended += handles[self._opened[slots] & ~self._final[slots]].tolist()
+        self._unopened -= int(np.count_nonzero(~self._opened[slots]))
         gated = slots[self._gated[slots]]
         if len(gated):
             assert self._gate is not None

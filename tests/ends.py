@@ -9,9 +9,9 @@ from frames import Row, Step, frame_of
 
 from gpupack import layout as L
 from gpupack.errors import PeerLostError
-from gpupack.sender import OutputSender
-from gpupack.side import OpeningRecord, SideRecord
-from gpupack.wire import encode_frame
+from gpupack.transport.sender import OutputSender
+from gpupack.wire.codec import encode_frame
+from gpupack.wire.side import OpeningRecord, SideRecord
 
 WAIT_S = 20.0
 WAIT_MS = 10_000

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.frame import Frame
 from gpupack.packed import PackedStep
-from gpupack.side import SideRecord
+from gpupack.wire.frame import Frame
+from gpupack.wire.side import SideRecord
 
 POISON = -0x5EED5EEE  # what a buffer holds where nothing was packed
 
@@ -61,6 +61,7 @@ def packed_step(rows: Sequence[Row], has_logprobs: bool, *, spare: int = 3) -> P
     buffer[L.H_ROWS] = buffer[L.H_BATCH] = len(rows)
     buffer[L.H_TOKENS] = sum(len(row.tokens) for row in rows)
     buffer[L.H_LOGPROBS] = sum(len(row.logprobs or ()) for row in rows)
+    buffer[L.H_CONVEYED] = sum(bool(row.flags & L.ROW_CONVEYED) for row in rows)
     buffer[L.H_FINISHED] = sum(bool(row.flags & L.ROW_FINAL) for row in rows)
     packed.column(L.R_SLOT)[:] = [row.slot for row in rows]
     packed.column(L.R_GENERATION)[:] = [row.generation for row in rows]

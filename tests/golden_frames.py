@@ -12,9 +12,9 @@ import numpy as np
 from frames import Row, Step, frame_of
 
 from gpupack import layout as L
-from gpupack.frame import stamp
-from gpupack.side import OpeningRecord, RowExtras, SideRecord
-from gpupack.wire import encode_frame
+from gpupack.wire.codec import encode_frame
+from gpupack.wire.frame import stamp
+from gpupack.wire.side import OpeningRecord, RowExtras, SideRecord
 
 FOLDER = Path(__file__).parent / "golden"
 STREAM_ID = 0x1122334455667788

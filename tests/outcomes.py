@@ -10,8 +10,8 @@ from reference_reader import RefusedError, read
 
 from gpupack import layout as L
 from gpupack.errors import WireError
-from gpupack.frame import Frame
-from gpupack.wire import decode
+from gpupack.wire.codec import decode
+from gpupack.wire.frame import Frame
 
 LIMIT = 1 << 20
 

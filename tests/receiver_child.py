@@ -12,7 +12,7 @@ import os
 import time
 
 from gpupack.errors import WireError
-from gpupack.receiver import OutputReceiver
+from gpupack.transport.receiver import OutputReceiver
 
 
 def main() -> None:

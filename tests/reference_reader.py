@@ -85,7 +85,7 @@ def check_columns(columns: dict[str, Any], tokens: int, logprobs: int) -> None:
 
 def read_side(raw: bytes, flags: list[int]) -> dict[str, Any]:
     """The side record as msgpack's own types, keys and types checked."""
-    from gpupack.side import decode_side  # the schema is msgspec's business, not restated here
+    from gpupack.wire.side import decode_side  # the schema is msgspec's business, not restated here
 
     try:
         return msgspec.to_builtins(decode_side(raw))

@@ -11,8 +11,8 @@ from frames import Row, Step, frame_of
 from hypothesis import strategies as st
 
 from gpupack import layout as L
-from gpupack.frame import Frame
-from gpupack.side import FINISH_IN_EXTRAS, OpeningRecord, RowExtras, SideRecord, finish_reason
+from gpupack.wire.frame import Frame
+from gpupack.wire.side import FINISH_IN_EXTRAS, OpeningRecord, RowExtras, SideRecord, finish_reason
 
 SLOTS = 5
 KINDS = ["tokens"] * 4 + ["open", "open", "finish", "cut", "retract", "resume", "resume", "restart", "drop"]

@@ -11,10 +11,10 @@ from frames import Row, Step, frame_of
 
 from gpupack import layout as L
 from gpupack.errors import WireError
-from gpupack.frame import Frame
-from gpupack.receiver import OutputReceiver
-from gpupack.side import OpeningRecord, SideRecord
-from gpupack.stream_table import StreamTable
+from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_table import StreamTable
+from gpupack.wire.frame import Frame
+from gpupack.wire.side import OpeningRecord, SideRecord
 
 FINAL = L.ROW_FINAL | L.ROW_EARLY
 WAIT_MS = 10_000

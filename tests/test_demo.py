@@ -17,9 +17,9 @@ from gpupack.demo.prompts import PROMPTS, Prompt
 from gpupack.demo.receiver_process import ReceiverProcess
 from gpupack.demo.verify import expected_output
 from gpupack.packer import Packer
-from gpupack.sender import OutputSender
 from gpupack.stop_strings import StopStringJudge
 from gpupack.streamer import OutputStreamer
+from gpupack.transport.sender import OutputSender
 
 COMMAND = Path(sys.executable).with_name("gpupack")
 MAX_LEN = 128

@@ -16,8 +16,8 @@ from outcomes import outcome
 
 from gpupack import errors
 from gpupack.errors import WireError
-from gpupack.frame import HEADER
-from gpupack.wire import encode_frame
+from gpupack.wire.codec import encode_frame
+from gpupack.wire.frame import HEADER
 
 FUZZ = int(os.environ.get("GPUPACK_FUZZ", "5000"))
 

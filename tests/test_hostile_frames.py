@@ -12,9 +12,9 @@ from streams import FINAL, WAIT_MS, Stream, begin, opening, refuse, snapshot
 
 from gpupack import layout as L
 from gpupack.errors import FrameValueError, WireError
-from gpupack.frame import stamp
-from gpupack.receiver import OutputReceiver
-from gpupack.wire import decode, encode_frame
+from gpupack.transport.receiver import OutputReceiver
+from gpupack.wire.codec import decode, encode_frame
+from gpupack.wire.frame import stamp
 
 
 @pytest.fixture

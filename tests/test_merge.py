@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from sender_life import Fold, Sender, lives, told, total_tokens
 
 from gpupack import layout as L
-from gpupack import pending as pending_module
-from gpupack.frame import Frame, stamp
-from gpupack.merge import merge_frames
-from gpupack.pending import PendingFrames
-from gpupack.received import ReceivedStep
-from gpupack.side import OpeningRecord, RowExtras, SideRecord
-from gpupack.stream_table import StreamTable
-from gpupack.wire import decode, encode_frame
+from gpupack.transport import pending as pending_module
+from gpupack.transport.merge import merge_frames
+from gpupack.transport.pending import PendingFrames
+from gpupack.transport.received import ReceivedStep
+from gpupack.transport.stream_table import StreamTable
+from gpupack.wire.codec import decode, encode_frame
+from gpupack.wire.frame import Frame, stamp
+from gpupack.wire.side import OpeningRecord, RowExtras, SideRecord
 
 LIMIT = 1 << 20
 

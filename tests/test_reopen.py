@@ -6,15 +6,16 @@ import time
 
 import numpy as np
 import pytest
+from ends import wait_for_peer
 
 from gpupack.config import PackerConfig
 from gpupack.demo.receiver_process import ReceiverProcess
 from gpupack.errors import PeerLostError
 from gpupack.packer import Packer
-from gpupack.receiver import OutputReceiver
 from gpupack.request import Request
-from gpupack.sender import OutputSender
 from gpupack.streamer import OutputStreamer
+from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.sender import OutputSender
 
 BATCH = 6
 TOKENS = 40
@@ -26,6 +27,7 @@ def test_after_a_killed_receiver_a_new_one_gets_the_rest_of_every_live_request(t
         streamer = OutputStreamer(Packer(config), OutputSender(doomed.endpoint))
         requests = [Request(f"r{i}", [7, i], max_new_tokens=TOKENS, stream_interval=1 + i % 3) for i in range(BATCH)]
         handles = streamer.admit(requests)
+        wait_for_peer(streamer.sender)
         for token in range(10):
             streamer.send(streamer.packer.step(handles, np.full(BATCH, token)))
         doomed._process.kill()

@@ -10,7 +10,7 @@ from streams import FINAL, Stream, begin, opening, refuse
 
 from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
-from gpupack.receiver import OutputReceiver
+from gpupack.transport.receiver import OutputReceiver
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
 from gpupack.errors import InputError
 from gpupack.packer import Packer
-from gpupack.receiver import Delta, OutputReceiver
 from gpupack.request import Request
-from gpupack.sender import OutputSender
 from gpupack.stop_strings import StopStringJudge
 from gpupack.streamer import OutputStreamer
+from gpupack.transport.receiver import Delta, OutputReceiver
+from gpupack.transport.sender import OutputSender
 
 WORDS = ("<eos>", "ab", "W", "X", "YZ", "q", "UNO", "DUE", "TRE", "!!", "é", "WXYZW", "stop", "!")
 IDS = {word: number for number, word in enumerate(WORDS)}

@@ -13,8 +13,8 @@ import zmq
 from ends import WAIT_MS, Feed, send_until_lost, wait_for_peer
 
 from gpupack.errors import BackpressureError, ClosedError, ConfigError, FrameTooLargeError, PeerLostError
-from gpupack.receiver import OutputReceiver
-from gpupack.sender import OutputSender
+from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.sender import OutputSender
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,7 +17,7 @@ import pytest
 from ends import WAIT_MS, WAIT_S, Feed, send_until_lost
 
 from gpupack.errors import PeerLostError
-from gpupack.sender import OutputSender
+from gpupack.transport.sender import OutputSender
 
 CHILD = Path(__file__).with_name("receiver_child.py")
 

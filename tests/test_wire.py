@@ -14,9 +14,10 @@ from wire_strategies import steps
 
 from gpupack import layout as L
 from gpupack.errors import FrameTooLargeError, FrameTruncatedError, InputError, SideRecordError
-from gpupack.frame import HEADER, Frame, stamp
-from gpupack.side import SideRecord, decode_side, encode_side
-from gpupack.wire import FrameEncoder, decode, encode_frame
+from gpupack.wire.codec import decode, encode_frame
+from gpupack.wire.encoder import FrameEncoder
+from gpupack.wire.frame import HEADER, Frame, stamp
+from gpupack.wire.side import SideRecord, decode_side, encode_side
 
 
 def packed_and_flags(step: Step) -> tuple[object, np.ndarray]:

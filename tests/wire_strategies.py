@@ -7,7 +7,7 @@ from frames import Row, Step
 from hypothesis import strategies as st
 
 from gpupack import layout as L
-from gpupack.side import FINISH_IN_EXTRAS, INT32_MAX, OpeningRecord, RowExtras, SideRecord
+from gpupack.wire.side import FINISH_IN_EXTRAS, INT32_MAX, OpeningRecord, RowExtras, SideRecord
 
 token_ids = st.integers(-INT32_MAX - 1, INT32_MAX)  # an invalid id that is reported may be anything
 # Bit patterns, as float32 values: NaNs keep theirs in frames, and lose it in a Python float.

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gpupack.receiver import Delta, OutputReceiver
+from gpupack.transport.receiver import Delta, OutputReceiver
 
 POLL_MS = 50
 

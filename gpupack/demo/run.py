@@ -13,8 +13,8 @@ from gpupack.config import Device, PackerConfig
 from gpupack.demo.loop import LoopStats
 from gpupack.demo.receiver_process import ReceiverProcess
 from gpupack.packer import Packer
-from gpupack.sender import OutputSender
 from gpupack.streamer import OutputStreamer
+from gpupack.transport.sender import OutputSender
 
 MAX_PROMPT = 96  # tokens of the longest prompt, chat template included
 FINISH_TIMEOUT_S = 120.0

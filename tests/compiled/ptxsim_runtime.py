@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def reads_reused_slot(race: Any) -> bool:
     return bool(race.arg == "arena_ptr" and race.kind == "read-write" and race.scope == "grid")
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(
     kernel: Any, arch: int, types: tuple[tuple[str, str], ...], aligned: tuple[str, ...], constants: Any, warps: int
 ) -> Any:

@@ -8,23 +8,22 @@ from __future__ import annotations
 import os
 
 import pytest
+from gpupack.kernels.launch import BLOCK, WARPS
 from ptxsim_runtime import PtxSimRuntime
 from twins import Case, Twins
 
-from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.kernels.launch import BLOCK, WARPS
 
-BATCHES = int(os.environ.get("GPUPACK_BATCHES", "270"))
+BATCHES = int(os.environ.get("GPUPACK_BATCHES", "540"))
 ARCHS = (80, 90, 100)
 COMMON = {"vocab_size": 60, "eos_token_ids": (2, 7)}
 OLD, NEW, FIRST = EmitPolicy.sglang_0_5_16(), EmitPolicy.sglang_0_5_23(), EmitPolicy(first_token_flush=True)
 CASES = {
     "runs of 3": Case(PackerConfig(capacity=70, window=16, max_accept=3, **COMMON), 16, 1),
-    "as launched": Case(PackerConfig(capacity=3 * BLOCK + 5, window=16, max_accept=1, **COMMON), BLOCK, WARPS),
-    "without logprobs": Case(PackerConfig(capacity=65, window=8, logprobs=False, **COMMON), 16, 1),
-    "0.5.16, two warps": Case(PackerConfig(capacity=50, window=32, max_accept=4, policy=OLD, **COMMON), 16, 2),
-    "0.5.23, four warps": Case(PackerConfig(capacity=70, window=8, policy=NEW, force_interval=5, **COMMON), 32, 4),
+    "as launched": Case(PackerConfig(capacity=3 * BLOCK + 5, window=4, max_accept=1, **COMMON), BLOCK, WARPS),
+    "without logprobs": Case(PackerConfig(capacity=65, window=4, logprobs=False, **COMMON), 16, 1),
+    "0.5.16, two warps": Case(PackerConfig(capacity=50, window=16, max_accept=4, policy=OLD, **COMMON), 16, 2),
+    "0.5.23, four warps": Case(PackerConfig(capacity=70, window=4, policy=NEW, force_interval=5, **COMMON), 32, 4),
     "first token at once": Case(PackerConfig(capacity=33, window=8, max_accept=2, policy=FIRST, **COMMON), 32, 1),
 }
 SEEN = {"rows", "tokens", "stale", "late", "early", "held", "finished", "conveyed", "readmitted"}
@@ -39,7 +38,8 @@ def test_equals_the_cpu_backend(arch: int, name: str) -> None:
     twins = Twins(case, runtime, seed=arch)
     for number in range(BATCHES // (len(ARCHS) * len(CASES))):
         runtime.schedule = ("random", "random", "random", "reverse", "random", "sequential")[number % 6]
-        twins.churn()
+        if number % 3 == 0:
+            twins.churn()
         twins.launch()
     assert {key for key in SEEN if twins.seen[key]} == SEEN, "the life met every kind of row"
     programs = {count for count, _ in runtime.launches}

@@ -62,7 +62,7 @@ class Twins:
             f"r{self.admitted}",
             max_new_tokens=self.pick(NO_LIMIT, NO_LIMIT, 30, 12, 5, 2, 1, 0),
             stream=self.chance(0.7),
-            stream_interval=self.pick(None, 1, 1, 2, 3, 4, 8),
+            stream_interval=self.pick(None, 1, 2, 3, 50, 50),
             stop_token_ids=self.rng.integers(0, self.config.vocab_size, int(self.rng.integers(0, 6))).tolist(),
             ignore_eos=self.chance(0.2),
             judge=self.pick("device", "device", "device", "engine"),
@@ -76,12 +76,16 @@ class Twins:
 
     def churn(self) -> None:
         """Some requests end, some of those come back, new ones come; now and then everything is full."""
-        live = list(self.requests)
-        for handle in self.rng.permutation(live)[: int(self.rng.integers(0, 1 + len(live) // 8))].tolist():
+        if self.chance(0.7):
+            while self.in_flight:
+                self.take_in()
+        for handle in self.rng.permutation(list(self.requests)).tolist():
+            finished = bool(self.cpu.backend.state_row(handle & 0xFFFFFFFF)[L.FLAGS] & L.STATE_FINISHED)
+            if not self.chance(0.6 if finished else 0.1):
+                continue
             request = self.requests.pop(handle)
             self.ended.append(handle)
-            final = self.cpu.backend.state_row(handle & 0xFFFFFFFF)[L.FLAGS] & L.STATE_FINISHED
-            if final or self.in_flight or self.chance(0.5):
+            if finished or self.in_flight or self.chance(0.3):
                 for packer in (self.cpu, self.device):
                     packer.retire(np.array([handle], np.int64))
                 continue
@@ -99,7 +103,7 @@ class Twins:
         """Batch sizes on both sides of every block."""
         most = self.config.batch_capacity
         around = [blocks * self.block + more for blocks in range(most // self.block + 1) for more in (-1, 0, 1)]
-        return [size for size in (*around, most) if 0 <= size <= most]
+        return [size for size in (*around, most, most, most) if 0 <= size <= most]
 
     def batch(self) -> NDArray[np.int64]:
         """Handles in random order: live ones, each once, and some that have ended, are padding or nonsense."""

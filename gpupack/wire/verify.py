@@ -19,7 +19,7 @@ from gpupack.errors import (
     FrameVersionError,
     SideRecordError,
 )
-from gpupack.frame import (
+from gpupack.wire.frame import (
     ALIGN,
     ENTRY_BYTES,
     ENTRY_FIELDS,
@@ -39,7 +39,7 @@ from gpupack.frame import (
     plan_frame,
     table_shape,
 )
-from gpupack.side import FINISH_IN_EXTRAS, SideRecord
+from gpupack.wire.side import FINISH_IN_EXTRAS, SideRecord
 
 CODE_MASK = L.CODE_MASK << L.ROW_CODE_SHIFT
 ROW_MASK = L.ROW_FINAL | L.ROW_EARLY | L.ROW_OPENING | L.ROW_RESTARTED | CODE_MASK

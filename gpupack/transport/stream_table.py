@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
-from gpupack.frame import Frame
-from gpupack.received import RequestRecord
-from gpupack.side import OpeningRecord
+from gpupack.transport.received import RequestRecord
+from gpupack.wire.frame import Frame
+from gpupack.wire.side import OpeningRecord
 
 SLOT_MASK = (1 << L.SLOT_BITS) - 1
 

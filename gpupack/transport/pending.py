@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpupack import layout as L
-from gpupack.frame import Buffer, Frame, view_frame
-from gpupack.merge import merge_frames
-from gpupack.wire import encode_frame
+from gpupack.transport.merge import merge_frames
+from gpupack.wire.codec import encode_frame
+from gpupack.wire.frame import Buffer, Frame, view_frame
 
 FAN_IN = 8  # frames that are merged at once: each waiting token is copied log8(steps) times
 NO_ROW = -(1 << 62)  # no visible length continues from here

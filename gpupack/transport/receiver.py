@@ -17,10 +17,10 @@ from gpupack.errors import (
     StreamBrokenError,
     UnknownHandleError,
 )
-from gpupack.frame import DEFAULT_MAX_FRAME_BYTES, Frame
-from gpupack.received import Delta, ReceivedStep
-from gpupack.stream_table import StreamTable
-from gpupack.wire import check_max_frame_bytes, decode
+from gpupack.transport.received import Delta, ReceivedStep
+from gpupack.transport.stream_table import StreamTable
+from gpupack.wire.codec import check_max_frame_bytes, decode
+from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, Frame
 
 __all__ = ["Delta", "OutputReceiver", "ReceivedStep"]
 

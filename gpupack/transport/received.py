@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.frame import Frame, Int32
-from gpupack.side import FinishReason, OpeningRecord, SideRecord, finish_reason
+from gpupack.wire.frame import Frame, Int32
+from gpupack.wire.side import FinishReason, OpeningRecord, SideRecord, finish_reason
 
 SPECIAL_ROW = L.ROW_FINAL | L.ROW_OPENING | L.ROW_RESTARTED
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.errors import FrameTooLargeError
-from gpupack.side import SideRecord, decode_side
+from gpupack.wire.side import SideRecord, decode_side
 
 MAGIC = b"GPKF"
 VERSION = 1

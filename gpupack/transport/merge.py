@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.frame import Frame, Int32
-from gpupack.side import RowExtras, SideRecord
+from gpupack.wire.frame import Frame, Int32
+from gpupack.wire.side import RowExtras, SideRecord
 
 Index = NDArray[np.intp]
 
