@@ -29,7 +29,7 @@ class FrameTap:
     def check_peer(self) -> None:
         """There is none."""
 
-    def send(self, frame: memoryview) -> None:
+    def send(self, frame: memoryview, *, peer_checked: bool = False) -> None:
         """Keep a copy."""
         stamp(frame, 1, self._next_frame_no)
         self._next_frame_no += 1

@@ -94,3 +94,10 @@ def test_the_layout_tables_of_cuda_md_are_fresh():
     spec.loader.exec_module(tables)
     page = tables.PAGE.read_text(encoding="utf-8")
     assert tables.page_with_tables(page) == page
+
+
+def test_the_example_of_the_readme_prints_what_it_says(tmp_path):
+    code, output = re.search(
+        r"```python\n(.*?)```\n\n```\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+    ).groups()
+    assert python(code.replace("/tmp/gpupack-example", f"{tmp_path}/example"), tmp_path) == output
