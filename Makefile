@@ -33,6 +33,8 @@ test: lint
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_step.py
+	$(BIN)/python bench/plot_step.py
+	$(BIN)/python bench/readme_table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
