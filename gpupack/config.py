@@ -133,10 +133,7 @@ class PackerConfig:
         if self.window & (self.window - 1):
             raise ConfigError(f"window: expected a power of two, got {self.window}")
         if self.backlog_limit < 1:
-            raise ConfigError(
-                f"window: expected more than max_in_flight * max_accept = {self.max_in_flight * self.max_accept}, "
-                f"got {self.window}"
-            )
+            raise ConfigError(f"window: expected more than max_accept = {self.max_accept}, got {self.window}")
         if self.device not in get_args(Device):
             raise ConfigError(f"device: expected one of {get_args(Device)}, got {self.device!r}")
         self._check_memory()
@@ -149,17 +146,17 @@ class PackerConfig:
 
     @property
     def backlog_limit(self) -> int:
-        """Unsent items after which a row is sent early.
+        """Unsent items that a slot keeps; a row is sent early before there are more.
 
-        Less than the window by what the steps in flight can append: their appends must not overwrite
-        items that `retract` may still have to hand back (DESIGN.md section 3, life of a handle).
+        So the items that a step sends and those that it keeps never share a place of the ring: the
+        kernel needs no order between reading the ones and writing the others.
         """
-        return self.window - self.max_in_flight * self.max_accept
+        return self.window - self.max_accept
 
     @property
     def max_items(self) -> int:
-        """Most items of one channel that a row can carry in one step."""
-        return self.window + self.max_accept
+        """Most items of one channel that a row can carry in one step: a full backlog and a run."""
+        return self.backlog_limit + self.max_accept
 
     @property
     def state_bytes(self) -> int:

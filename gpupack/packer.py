@@ -18,7 +18,7 @@ from gpupack.errors import ClosedError, InputError, StepFailedError
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
 from gpupack.slots import SlotTable
-from gpupack.state import state_rows
+from gpupack.state import check_admission, state_rows
 
 
 def make_backend(config: PackerConfig) -> Backend:
@@ -30,6 +30,11 @@ def make_backend(config: PackerConfig) -> Backend:
     from gpupack.backend_triton import TritonBackend
 
     return TritonBackend(config)
+
+
+def _inside(state: NDArray[np.int32]) -> int:
+    """1 if what ended the output is its last token; an invalid id is not part of it."""
+    return int((int(state[L.FLAGS]) >> L.CODE_SHIFT) & L.CODE_MASK != L.FINISH_INVALID_TOKEN)
 
 
 class Ticket:
@@ -87,22 +92,17 @@ class Packer:
         if resume is not None and len(resume) != len(requests):
             raise InputError(f"resume: expected {len(requests)} entries, one for each request, got {len(resume)}")
         resumes = [entry or Resume() for entry in resume or [None] * len(requests)]
-        judges = [request.judged_by(self.config.eos_token_ids) for request in requests]
-        on_host = [judge != "device" for judge in judges]
+        on_host = [request.judged_by(self.config.eos_token_ids) != "device" for request in requests]
+        check_admission(requests, resumes, self.config)
         handles = self.slots.take(requests)
-        try:
-            rows = state_rows(
-                handles,
-                requests,
-                resumes,
-                self.config,
-                conveyed=[self.convey and host for host in on_host],
-                judged=[not host for host in on_host],
-            )
-        except InputError:
-            self.slots.end(handles)
-            self.backend.end(handles & 0xFFFFFFFF)
-            raise
+        rows = state_rows(
+            handles,
+            requests,
+            resumes,
+            self.config,
+            conveyed=[self.convey and host for host in on_host],
+            judged=[not host for host in on_host],
+        )
         self.backend.install(handles & 0xFFFFFFFF, rows, resumes)
         return handles
 
@@ -130,24 +130,29 @@ class Packer:
         if state[L.FLAGS] & L.STATE_CONVEYED:
             self.retire(np.array([handle], np.int64))
             return Resume()
+        launched_len = int(state[L.OUTPUT_LEN])
         if output_len is None:
             if self._in_flight:
                 raise InputError(f"output_len: expected, {len(self._in_flight)} steps are in flight, got None")
-            output_len = int(state[L.OUTPUT_LEN])
-        cursors = self._cursors_in_flight(handle)
-        if cursors is None and state[L.FLAGS] & L.STATE_FINAL_SENT:
+            output_len = launched_len
+        rows = self._rows_in_flight(handle)
+        tokens, scores = (int(state[L.TOKEN_CURSOR]), int(state[L.LOGPROB_CURSOR]))
+        if rows:
+            packed, row = rows[0]
+            tokens, scores = (int(packed.column(field)[row]) for field in (L.R_TOKEN_START, L.R_LOGPROB_START))
+        elif state[L.FLAGS] & L.STATE_FINAL_SENT:
             raise InputError(f"handle: expected a running request, {handle} has sent its final row; retire it")
-        tokens, scores = cursors or (int(state[L.TOKEN_CURSOR]), int(state[L.LOGPROB_CURSOR]))
-        if not tokens <= output_len <= state[L.OUTPUT_LEN]:
-            raise InputError(f"output_len: expected {tokens} to {state[L.OUTPUT_LEN]}, got {output_len}")
-        with_scores = bool(state[L.FLAGS] & L.STATE_LOGPROBS)
+        if not rows and state[L.FLAGS] & L.STATE_FINISHED and output_len > int(state[L.FINISHED_LEN]) - _inside(state):
+            raise InputError(f"handle: expected a running request, {handle} has finished; pack sends its final row")
+        if not tokens <= output_len <= launched_len:
+            raise InputError(f"output_len: expected {tokens} to {launched_len}, got {output_len}")
         resume = Resume(
             output_len=output_len,
             token_cursor=tokens,
             logprob_cursor=scores,
-            unsent_tokens=self.backend.unsent(slot, tokens, output_len),
-            unsent_logprobs=self.backend.unsent(
-                slot, scores, output_len if with_scores else scores, logprobs=with_scores
+            unsent_tokens=self._unsent(slot, tokens, output_len, rows, logprobs=False),
+            unsent_logprobs=self._unsent(
+                slot, scores, output_len if state[L.FLAGS] & L.STATE_LOGPROBS else scores, rows, logprobs=True
             ).view(np.float32),
         )
         self.retire(np.array([handle], np.int64))
@@ -197,8 +202,13 @@ class Packer:
         """Only pack what is due: the host has decided and says so in `control`."""
         return self._launch(handles, None, None, None, control, L.MODE_PACK, return_logprob)
 
+    @property
+    def in_flight(self) -> tuple[Ticket, ...]:
+        """Steps that were launched and not taken in, oldest first."""
+        return tuple(self._in_flight)
+
     def close(self) -> None:
-        """Stop; steps that were launched and not taken in can no longer be. Closing twice is harmless."""
+        """Stop; steps in flight can no longer be taken in (`OutputStreamer.close` sends them first). Idempotent."""
         self._closed = True
         self._in_flight.clear()
 
@@ -241,15 +251,25 @@ class Packer:
                 packed.drop_rows(ended)
         return packed
 
-    def _cursors_in_flight(self, handle: int) -> tuple[int, int] | None:
-        """Token and logprob cursor before the first row of this handle that is still in flight, if any."""
-        for ticket in self._in_flight:
-            packed = ticket.launched.result()
-            found = np.flatnonzero(packed.handles == handle)
-            if len(found):
-                row = int(found[0])
-                return int(packed.column(L.R_TOKEN_START)[row]), int(packed.column(L.R_LOGPROB_START)[row])
-        return None
+    def _rows_in_flight(self, handle: int) -> list[tuple[PackedStep, int]]:
+        """The rows of this handle that were launched and not taken in, in order."""
+        steps = [ticket.launched.result() for ticket in self._in_flight]
+        return [(packed, int(row)) for packed in steps for row in np.flatnonzero(packed.handles == handle)]
+
+    def _unsent(
+        self, slot: int, begin: int, end: int, rows: list[tuple[PackedStep, int]], *, logprobs: bool
+    ) -> NDArray[np.int32]:
+        """Output items [begin, end), int32: from the rows in flight that carry them, else from the ring."""
+        parts = []
+        for packed, row in rows:
+            indptr = packed.logprob_indptr if logprobs else packed.token_indptr
+            items = packed.logprobs.view(np.int32) if logprobs else packed.token_ids
+            part = items[indptr[row] : indptr[row + 1]][: max(end - begin, 0)]
+            parts.append(part.copy())
+            begin += len(part)
+        if begin < end:
+            parts.append(self.backend.unsent(slot, begin, end, logprobs=logprobs))
+        return np.concatenate([np.empty(0, np.int32), *parts])
 
     def _check_open(self) -> None:
         if self._closed:

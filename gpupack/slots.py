@@ -25,9 +25,15 @@ class SlotTable:
         self.generations: NDArray[np.int64] = np.ones(capacity, np.int64)
         self.requests: list[Request | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
+        self._live = 0
 
     def __len__(self) -> int:
-        return len(self.requests) - len(self._free)
+        return self._live
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
 
     def take(self, requests: Sequence[Request]) -> NDArray[np.int64]:
         """Give a handle to each request, int64 `[n]`; CapacityError, and no change, if slots lack."""
@@ -38,6 +44,7 @@ class SlotTable:
         slots = np.array([self._free.pop() for _ in requests], np.int64)
         for slot, request in zip(slots.tolist(), requests, strict=True):
             self.requests[slot] = request
+        self._live += len(slots)
         return (self.generations[slots] << L.SLOT_BITS) | slots
 
     def end(self, handles: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -46,6 +53,7 @@ class SlotTable:
         if len(np.unique(slots)) != len(slots):
             raise InputError(f"handles: expected each handle once, got {handles.tolist()}")
         self.generations[slots] += 1
+        self._live -= len(slots)
         for slot in slots.tolist():
             self.requests[slot] = None
             if self.generations[slot] < LAST_GENERATION:

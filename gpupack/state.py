@@ -13,6 +13,14 @@ from gpupack.errors import InputError
 from gpupack.request import Request, Resume
 
 
+def check_admission(requests: Sequence[Request], resumes: Sequence[Resume], config: PackerConfig) -> None:
+    """Raise InputError for the first request that a packer of this configuration cannot serve."""
+    for request, resume in zip(requests, resumes, strict=True):
+        if request.return_logprob and not config.logprobs:
+            raise InputError(f"return_logprob of {request.rid}: expected False with PackerConfig(logprobs=False)")
+        resume.check(request.rid, config.backlog_limit, request.return_logprob)
+
+
 def state_rows(
     handles: NDArray[np.int64],
     requests: Sequence[Request],
@@ -27,9 +35,6 @@ def state_rows(
     rows[:, L.GENERATION] = handles >> L.SLOT_BITS
     rows[:, L.FINISHED_LEN] = -1
     for i, (request, resume) in enumerate(zip(requests, resumes, strict=True)):
-        if request.return_logprob and not config.logprobs:
-            raise InputError(f"return_logprob of {request.rid}: expected False with PackerConfig(logprobs=False)")
-        resume.check(request.rid, config.backlog_limit, request.return_logprob)
         stops = request.stop_ids(config.eos_token_ids) if judged[i] else []
         stops = stops[: L.MAX_STOP_IDS]
         rows[i, L.FLAGS] = (

@@ -141,9 +141,13 @@ class OutputStreamer:
         self.metrics.reopened += 1
 
     def close(self) -> None:
-        """Close packer and sender; what waits is sent as far as the sender's time-out allows."""
-        self.packer.close()
-        self.sender.close()
+        """Send the steps in flight, then close packer and sender; what waits goes as far as the time-out allows."""
+        try:
+            for ticket in self.packer.in_flight:
+                self.send(ticket)
+        finally:
+            self.packer.close()
+            self.sender.close()
 
     # --- sending ----------------------------------------------------------------------------------
 

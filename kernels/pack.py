@@ -51,9 +51,11 @@ def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, AC
     invalid = within & ((run < 0) | (run >= VOCAB_SIZE))
     bad_at = tl.min(tl.where(invalid, place, NOWHERE), axis=1)
     stops = (flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK
-    is_stop = within & (place < 0)  # none yet
-    for k in tl.static_range(C.MAX_STOP_IDS):
-        is_stop = is_stop | (within & (k < stops)[:, None] & (run == field(state, C.STOP_0 + k)[:, None]))
+    columns = tl.arange(0, C.STATE_WIDTH)[None, :]
+    is_id = (columns >= C.STOP_0) & (columns < C.STOP_0 + stops[:, None])
+    # [BLOCK, ACCEPT, STATE_WIDTH]: the whole row of the state at once; field by field needs far more instructions
+    hits = (run[:, :, None] == state[:, None, :]) & is_id[:, None, :]
+    is_stop = within & (tl.max(hits.to(tl.int32), axis=2) != 0)
     stop_at = tl.min(tl.where(is_stop, place, NOWHERE), axis=1)
     bad, stop = bad_at < NOWHERE, stop_at < NOWHERE
     full = (accept > 0) & (old_len + accept >= cap)

@@ -172,7 +172,7 @@ def test_what_stands_in_padding_and_stale_rows_is_not_looked_at(packer: Packer) 
 def test_visible_length_must_leave_no_more_than_the_window_holds(packer: Packer) -> None:
     (handle,) = admit(packer, "a").tolist()
     handles, limit = np.array([handle]), CONFIG.backlog_limit
-    assert limit == 10
+    assert limit == 13
     for _ in range(limit):
         packer.step(handles, tokens(1), control=control(1, visible_len=0)).wait().release()
     message = rf"control\.visible_len: expected -1 or .*\b{limit}\b.*\b{limit + 1}, got 0 \(row 0\)"
@@ -222,7 +222,7 @@ BAD_ADMISSIONS = {
     "resume: more than the window holds": (
         Request("bad"),
         Resume(output_len=20, unsent_tokens=np.zeros(20, np.int32)),
-        r"resume.unsent_tokens of bad: .*at most 10\b.*, got 20",
+        r"resume.unsent_tokens of bad: .*at most 13\b.*, got 20",
     ),
     "resume: cursor behind the output": (
         Request("bad"),

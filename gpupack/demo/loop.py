@@ -99,7 +99,7 @@ class SchedulerLoop:
         return ticket, packing
 
     def _admit(self, waiting: deque[Prompt]) -> tuple[NDArray[np.int64], list[list[int]]]:
-        free = self.packer.config.capacity - len(self.packer.slots)
+        free = self.packer.slots.free
         prompts = [waiting.popleft() for _ in range(min(free, len(waiting)))]
         encoded = [self.model.encode_chat(prompt.text) for prompt in prompts]
         handles = self.streamer.admit([_request(p, ids) for p, ids in zip(prompts, encoded, strict=True)])
