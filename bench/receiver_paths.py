@@ -14,7 +14,7 @@ from workload import Case, Sampled, Sent
 
 from gpupack.transport.receiver import OutputReceiver
 from gpupack.wire.codec import decode
-from gpupack.wire.frame import stamp
+from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, stamp
 
 RowContent = tuple[str, list[int], list[float], int]
 
@@ -24,6 +24,7 @@ class FrameTap:
 
     def __init__(self) -> None:
         self.data = b""
+        self.dp_rank, self.max_frame_bytes = 0, DEFAULT_MAX_FRAME_BYTES
         self._next_frame_no = 0
 
     def check_peer(self) -> None:

@@ -22,6 +22,9 @@ from gpupack.streamer import OutputStreamer
 class FrameSender(Protocol):
     """What the streamer needs of an OutputSender."""
 
+    dp_rank: int
+    max_frame_bytes: int
+
     def send(self, frame: memoryview, *, peer_checked: bool = False) -> None: ...
     def check_peer(self) -> None: ...
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
+from gpupack.errors import BackpressureError, GpupackError, InputError, PeerLostError, WireError
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer, Ticket
 from gpupack.request import Request, Resume
@@ -22,30 +23,37 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 _LAZY = {
     "OutputStreamer": "gpupack.streamer",
+    "SendReport": "gpupack.streamer",
     "OutputSender": "gpupack.transport.sender",
     "OutputReceiver": "gpupack.transport.receiver",
     "Delta": "gpupack.transport.receiver",
     "StopStringJudge": "gpupack.stop_strings",
     "Detokenizer": "gpupack.detokenizer",
-    "TextStream": "gpupack.detokenizer",
+    "TextStream": "gpupack.text_stream",
 }
 
 __all__ = [
+    "BackpressureError",
     "Control",
     "Delta",
     "Detokenizer",
     "EmitPolicy",
+    "GpupackError",
+    "InputError",
     "OutputReceiver",
     "OutputSender",
     "OutputStreamer",
     "PackedStep",
     "Packer",
     "PackerConfig",
+    "PeerLostError",
     "Request",
     "Resume",
+    "SendReport",
     "StopStringJudge",
     "TextStream",
     "Ticket",
+    "WireError",
     "__version__",
 ]
 

@@ -45,7 +45,6 @@ class CpuBackend:
     def __init__(self, config: PackerConfig) -> None:
         self.config = config
         self.arenas = HostArenas(config)
-        self.layout = lru_cache(maxsize=256)(self._make_layout)
         self.buffer_words = self.layout(config.batch_capacity).size
         self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
         self._policy, self._backlog_limit = config.policy.bits, config.backlog_limit
@@ -150,7 +149,8 @@ class CpuBackend:
         with_logprobs = config.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
         return PackedStep(out, layout, with_logprobs, self._free.append)
 
-    def _make_layout(self, batch: int) -> L.PackedLayout:
+    def layout(self, batch: int) -> L.PackedLayout:
+        """Where the sections of a packed step of `batch` rows lie."""
         return L.packed_layout(batch, self.config.max_items, self.config.logprobs)
 
     def _input_error(

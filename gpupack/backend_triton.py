@@ -17,7 +17,7 @@ from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.device import CudaRuntime, DeviceRuntime, Event, InterpreterRuntime
 from gpupack.errors import BufferBusyError, ConfigError, InputError, StepFailedError
-from gpupack.kernels.launch import BLOCK, WARPS, LaunchShape, kernel_constants, launch_shape
+from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 
@@ -94,11 +94,16 @@ class TritonBackend:
     """Arenas on the device; every step is one launch on the current stream. One thread owns it."""
 
     def __init__(
-        self, config: PackerConfig, runtime: DeviceRuntime | None = None, *, block: int = BLOCK, warps: int = WARPS
+        self,
+        config: PackerConfig,
+        runtime: DeviceRuntime | None = None,
+        *,
+        block: int | None = None,
+        warps: int | None = None,
     ) -> None:
         self.config = config
         self.runtime = runtime or make_runtime(config.device)
-        self.shape: LaunchShape = launch_shape(config, block, warps)
+        self.shape: LaunchShape = launch_shape(config, block, warps, self.runtime.lanes)
         words = config.capacity * (L.STATE_WIDTH + config.window * (2 if config.logprobs else 1))
         self.arena = self.runtime.zeros(words, torch.int32)
         self.scan = self.runtime.zeros(L.SCAN_HEADER + len(L.SCAN_AXES) * self.shape.blocks, torch.int64)

@@ -130,6 +130,11 @@ class PackerConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise ConfigError(f"{name}: expected an integer from {low} to {high}, got {value!r}")
+        eos = self.eos_token_ids
+        if not isinstance(eos, tuple) or not all(isinstance(i, int) and 0 <= i <= INT32_MAX for i in eos):
+            raise ConfigError(f"eos_token_ids: expected a tuple of integers from 0 to {INT32_MAX}, got {eos!r}")
+        if not isinstance(self.policy, EmitPolicy):
+            raise ConfigError(f"policy: expected an EmitPolicy, got {self.policy!r}")
         if self.window & (self.window - 1):
             raise ConfigError(f"window: expected a power of two, got {self.window}")
         if self.backlog_limit < 1:

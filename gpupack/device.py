@@ -25,6 +25,8 @@ class DeviceRuntime(Protocol):
     """Memory and order of one device; all work goes to the current stream."""
 
     device: torch.device
+    lanes: int
+    """Threads of a warp."""
 
     def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
         """Cleared device memory, `[words]`."""
@@ -60,6 +62,7 @@ class CudaRuntime(_TritonLaunch):
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.lanes = int(torch.cuda.get_device_properties(self.device).warp_size)
 
     def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
         """Cleared device memory, `[words]`."""
@@ -90,6 +93,7 @@ class InterpreterRuntime(_TritonLaunch):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.lanes = 32
 
     def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
         """Cleared memory, `[words]`."""

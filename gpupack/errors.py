@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GpupackError(Exception):
     """Base of all errors of this package."""
@@ -96,9 +98,18 @@ class StreamBrokenError(WireError):
 # --- Sending --------------------------------------------------------------------------------------
 
 
-class BackpressureError(GpupackError):
+class SendError(GpupackError):
+    """A step was taken in and could not be sent as it should.
+
+    `report`, if not None, is the SendReport of the step: its finished handles are finished all the same.
+    """
+
+    report: Any = None
+
+
+class BackpressureError(SendError):
     """The receiver is too slow: `max_pending_bytes` wait and the send timed out; all of it is kept."""
 
 
-class PeerLostError(GpupackError):
+class PeerLostError(SendError):
     """The receiver went away; frames handed to it may be lost. `OutputStreamer.reopen()` starts anew."""

@@ -12,6 +12,7 @@ from gpupack import layout as L
 from gpupack.backend_cpu import CpuBackend
 from gpupack.config import PackerConfig
 from gpupack.control import Control
+from gpupack.errors import InputError
 from gpupack.join import join_rows
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
@@ -75,19 +76,31 @@ class Gate:
         judged = [request.judged_by(self.config.eos_token_ids) == "host" for request in requests]
         nothing = [False] * len(requests)
         rows = state_rows(handles, requests, resumes, self.config, conveyed=nothing, judged=judged)
-        # The generation is the packer's, whatever this arena held before.
         self._backend.install(handles & 0xFFFFFFFF, rows, resumes)
 
     def end(self, slots: NDArray[np.int64]) -> None:
         """End the handles of these slots."""
         self._backend.end(slots)
 
-    def retract(self, slot: int) -> Resume:
-        """Where the request of a slot stands, from results already taken in; the caller ends the handle."""
+    def retract(self, slot: int, output_len: int | None = None) -> Resume:
+        """Where the request of a slot stands, from results already taken in; the caller ends the handle.
+
+        InputError if it has finished, or if `output_len` says something else than was taken in.
+        """
         state = self._backend.state_row(slot)
         length, tokens, scores = (int(state[f]) for f in (L.OUTPUT_LEN, L.TOKEN_CURSOR, L.LOGPROB_CURSOR))
+        if state[L.FLAGS] & L.STATE_FINAL_SENT:
+            raise InputError(
+                f"handle: expected a running request, that of slot {slot} has sent its final row; retire it"
+            )
+        if state[L.FLAGS] & L.STATE_FINISHED:
+            raise InputError(
+                f"handle: expected a running request, that of slot {slot} has finished; pack sends its row"
+            )
+        if output_len not in (None, length):
+            raise InputError(f"output_len: expected the {length} tokens taken in, got {output_len}")
         with_scores = bool(state[L.FLAGS] & L.STATE_LOGPROBS)
-        items = self._backend.unsent(slot, scores, length if with_scores else scores, logprobs=with_scores)
+        items = self._backend.unsent(slot, scores, length, logprobs=True) if with_scores else np.empty(0, np.int32)
         return Resume(
             output_len=length,
             token_cursor=tokens,
@@ -95,6 +108,23 @@ class Gate:
             unsent_tokens=self._backend.unsent(slot, tokens, length),
             unsent_logprobs=items.view(np.float32),
         )
+
+    def finished(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether the finish of these slots is known, bool `[n]`."""
+        return (self._backend.arenas.state[slots, L.FLAGS] & L.STATE_FINISHED) != 0
+
+    def fit(self, conveyed: Conveyed, control: Control, mode: int) -> None:
+        """Fit the engine's control to what was taken in, which it could not know when it launched the step.
+
+        An end beyond the output is the output's end; output that is kept back past the window is shown.
+        """
+        state = self._backend.arenas.state
+        accepted = conveyed.accept_lens if mode & L.MODE_APPEND else 0
+        new_len = state[conveyed.slots, L.OUTPUT_LEN] + accepted
+        np.minimum(control.finished_len, new_len, out=control.finished_len)
+        visible = control.visible_len
+        kept = visible >= 0
+        visible[kept] = np.maximum(visible, new_len - self.config.backlog_limit)[kept]
 
     def pack(self, conveyed: Conveyed, control: Control | None, mode: int) -> PackedStep:
         """Run the rule over the conveyed rows; rows in batch order, with the batch's own indices."""
@@ -104,7 +134,7 @@ class Gate:
             conveyed.accept_lens,
             packed.token_ids,
             conveyed.starts,
-            packed.logprobs if packed.has_logprobs or self.config.logprobs else None,
+            packed.logprobs if self.config.logprobs else None,
             conveyed.logprob_starts,
             None if control is None else control.words,
             mode,
@@ -113,7 +143,7 @@ class Gate:
         index[:] = conveyed.batch_rows[index]
         return gated
 
-    def join(self, packed: PackedStep, gated: PackedStep) -> PackedStep:
+    def join(self, packed: PackedStep, gated: PackedStep, mode: int) -> PackedStep:
         """The rows of both in batch order; valid until the next call, and to be released like any other."""
         if self._joined is None:
             self._joined = np.empty(self._backend.buffer_words, np.int32)
@@ -123,4 +153,5 @@ class Gate:
             packed.buffer, a.row_stride, a.tokens, a.logprobs, gated.buffer, b.row_stride, b.tokens, b.logprobs,
             self._joined, layout.row_stride, layout.tokens, layout.logprobs,
         )  # fmt: skip
-        return PackedStep(self._joined, layout, packed.has_logprobs or gated.has_logprobs)
+        with_logprobs = bool(mode & L.MODE_LOGPROBS or self._joined[L.H_LOGPROBS])
+        return PackedStep(self._joined, layout, self.config.logprobs and with_logprobs)

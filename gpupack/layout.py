@@ -7,6 +7,7 @@ float32 logprob travels as its own bit pattern.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 WORD = 4  # bytes in a field
@@ -192,6 +193,7 @@ def align(words: int) -> int:
     return (words + ALIGN_WORDS - 1) // ALIGN_WORDS * ALIGN_WORDS
 
 
+@lru_cache(maxsize=1024)
 def packed_layout(batch: int, max_items: int, logprobs: bool) -> PackedLayout:
     """Layout of a packed step of `batch` rows with at most `max_items` items a row and channel."""
     row_stride = align(batch + 1)

@@ -28,12 +28,18 @@ class Metrics:
         self.dropped_rows = 0
         self.reopened = 0
 
-    def count_step(self, packed: PackedStep) -> None:
-        """Add one step, as it is sent."""
+    def count_step(self, sent: PackedStep, taken: PackedStep) -> None:
+        """Add one step: the rows as they are sent, and the step as it was taken in.
+
+        They are the same, or joined from it and the gate's rows with the counts of both, or the gate's
+        alone: then the stale rows that the packer saw are added.
+        """
         self.steps += 1
-        header = packed.header_words
+        header = sent.header_words
         for name, field in _SUMMED.items():
             self._totals[name] += header[field]
+        if taken.header(L.H_CONVEYED) == taken.rows and sent is not taken:
+            self._totals["stale_rows"] += taken.header(L.H_STALE)
 
     def count_frame(self, size: int) -> None:
         """Add one frame of `size` bytes."""

@@ -16,7 +16,7 @@ from gpupack.config import PackerConfig
 from gpupack.control import Control
 from gpupack.errors import ClosedError, InputError, StepFailedError
 from gpupack.packed import PackedStep
-from gpupack.request import Request, Resume
+from gpupack.request import FinishReason, Request, Resume
 from gpupack.slots import SlotTable
 from gpupack.state import check_admission, state_rows
 
@@ -40,13 +40,15 @@ def _inside(state: NDArray[np.int32]) -> int:
 class Ticket:
     """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
 
-    __slots__ = ("_packer", "control", "endings", "launched", "mode")
+    __slots__ = ("_packer", "control", "endings", "launched", "mode", "reasons")
 
     def __init__(self, packer: Packer, launched: Launched, control: Control | None, mode: int) -> None:
         self._packer = packer
         self.launched = launched
-        self.control = control
+        # The caller may use its Control again before this step is taken in.
+        self.control = None if control is None else control.words.copy()
         self.mode = mode
+        self.reasons: dict[int, FinishReason] = {}  # by handle: why the host ends requests with this step
         self.endings = packer.endings
 
     def ready(self) -> bool:
@@ -113,8 +115,9 @@ class Packer:
         """
         self._check_open()
         slots = self.slots.end(host_array("handles", handles, (np.int64,), (1,)))
-        self.backend.end(slots)
-        self.endings += 1
+        if len(slots):
+            self.backend.end(slots)
+            self.endings += 1
 
     def retract(self, handle: int, *, output_len: int | None = None) -> Resume:
         """End a handle whose request will come back, and say where it stands.
@@ -128,8 +131,7 @@ class Packer:
         slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
         state = self.backend.state_row(slot)
         if state[L.FLAGS] & L.STATE_CONVEYED:
-            self.retire(np.array([handle], np.int64))
-            return Resume()
+            raise InputError(f"handle: {handle} is host-judged, its cursors are the gate's: OutputStreamer.retract")
         launched_len = int(state[L.OUTPUT_LEN])
         if output_len is None:
             if self._in_flight:
@@ -225,7 +227,8 @@ class Packer:
         self._check_open()
         if len(self._in_flight) >= self.config.max_in_flight:
             raise InputError(
-                f"step: expected at most max_in_flight = {self.config.max_in_flight} steps that were not taken in"
+                f"step: expected at most max_in_flight = {self.config.max_in_flight} steps that were not taken in, "
+                "got another; wait() for the oldest"
             )
         mode |= L.MODE_LOGPROBS * return_logprob
         words = None if control is None else control.words

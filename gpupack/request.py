@@ -17,8 +17,35 @@ FinishReason = dict[str, Any]
 
 Judge = Literal["device", "host", "engine"]
 
+FLAGS = (
+    "stream",
+    "ignore_eos",
+    "return_logprob",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+)
 PROMPT_TAIL = 5  # prompt tokens that go with the first row, for the detokenizer's context (SPEC.md section 3)
 NO_LIMIT = 2**31 - 1
+
+
+def _is_int32(value: Any, low: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and low <= int(value) <= NO_LIMIT
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
+def is_reason(value: Any) -> bool:
+    """Whether a finish reason can travel: a dict of names to strings, numbers, booleans or None."""
+    if not isinstance(value, dict) or not _is_text(value.get("type")):
+        return False
+    scalar = (int, float, bool, type(None))
+    return all(_is_text(name) and (_is_text(entry) or type(entry) in scalar) for name, entry in value.items())
 
 
 @dataclass(slots=True, eq=False)
@@ -69,19 +96,36 @@ class Request:
     """Set when the host ends the request; a device-judged finish is in its final row."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rid, str) or not self.rid:
-            raise InputError(f"rid: expected a non-empty string, got {self.rid!r}")
-        for name, low in (("max_new_tokens", 0), ("stream_interval", 0), ("cached_tokens", 0)):
+        if not _is_text(self.rid) or not self.rid:
+            raise InputError(f"rid: expected a non-empty string that UTF-8 can encode, got {self.rid!r}")
+        for name in ("max_new_tokens", "stream_interval", "cached_tokens"):
             value = getattr(self, name)
             optional = name == "stream_interval" and value is None
-            if not optional and not (isinstance(value, int) and low <= value <= NO_LIMIT):
-                raise InputError(f"{name} of {self.rid}: expected an integer from {low} to {NO_LIMIT}, got {value!r}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise InputError(f"stop of {self.rid}: expected a sequence of non-empty strings, got {self.stop!r}")
+            if not optional and not _is_int32(value, 0):
+                raise InputError(f"{name} of {self.rid}: expected an integer from 0 to {NO_LIMIT}, got {value!r}")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} of {self.rid}: expected True or False, got {getattr(self, name)!r}")
+        for name, optional in (("decoded_text", False), ("http_worker_ipc", True)):
+            value = getattr(self, name)
+            if not (_is_text(value) or (optional and value is None)):
+                raise InputError(f"{name} of {self.rid}: expected a string that UTF-8 can encode, got {value!r}")
+        self._check_sequences()
         if self.judge not in (None, "device", "host", "engine"):
             raise InputError(f"judge of {self.rid}: expected device, host, engine or None, got {self.judge!r}")
         if self.judge == "device" and self.stop:
             raise InputError(f"judge of {self.rid}: stop strings cannot be judged on the device")
+
+    def _check_sequences(self) -> None:
+        try:
+            tail, stop_ids, stop = list(self.prompt_ids[-PROMPT_TAIL:]), list(self.stop_token_ids), list(self.stop)
+        except TypeError as error:
+            raise InputError(f"prompt_ids, stop_token_ids, stop of {self.rid}: expected sequences: {error}") from None
+        for name, ids in (("prompt_ids", tail), ("stop_token_ids", stop_ids)):
+            if not all(_is_int32(token, -NO_LIMIT - 1) for token in ids):
+                raise InputError(f"{name} of {self.rid}: expected integers of 32 bits, got {ids!r}")
+        if isinstance(self.stop, str) or not all(_is_text(text) and text for text in stop):
+            raise InputError(f"stop of {self.rid}: expected a sequence of non-empty strings, got {self.stop!r}")
 
     @property
     def prompt_tail(self) -> list[int]:
@@ -121,10 +165,14 @@ class Resume:
     """A row of the request has been sent under an earlier handle."""
     restarted: bool = False
     """Its output was dropped: the next row tells the receiver to discard what it holds."""
+    restarts: int = 0
+    """How often its output was dropped."""
+    watch: Any = None
+    """What the stop-string judge remembers of its text; None: nothing."""
 
     def dropped(self) -> Resume:
         """The same request, its output dropped: it starts over (SPEC.md section 4, restart)."""
-        return Resume(opened=self.opened, restarted=self.opened)
+        return Resume(opened=self.opened, restarted=self.opened, restarts=self.restarts + 1)
 
     def check(self, rid: str, backlog_limit: int, logprobs: bool) -> None:
         """Raise InputError unless cursors and items fit each other and the window."""

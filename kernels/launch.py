@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from gpupack.config import PackerConfig
 
-BLOCK = 32  # rows a program; one warp needs the fewest instructions and load sectors (CUDA.md)
-WARPS = 1
+BLOCK = 128  # rows a program, one a thread: the fewest sectors and instructions of what was counted (CUDA.md)
+THREADS = 128
+TILE = 1024  # most items of all runs in a program; with more, registers spill
 MAX_DEVICE_ACCEPT = 128  # the run of a row is one tile
 
 
@@ -19,11 +20,15 @@ class LaunchShape(NamedTuple):
     blocks: int
 
 
-def launch_shape(config: PackerConfig, block: int = BLOCK, warps: int = WARPS) -> LaunchShape:
-    """The shape for a configuration; ValueError if its runs are longer than a tile."""
+def launch_shape(
+    config: PackerConfig, block: int | None = None, warps: int | None = None, lanes: int = 32
+) -> LaunchShape:
+    """The shape for a configuration on a device with warps of `lanes` threads; ValueError if its runs are too long."""
     if config.max_accept > MAX_DEVICE_ACCEPT:
         raise ValueError(f"max_accept: expected at most {MAX_DEVICE_ACCEPT} on a device, got {config.max_accept}")
-    return LaunchShape(block, warps, power_of_two(-(-config.batch_capacity // block)))
+    if block is None:
+        block = min(BLOCK, TILE // power_of_two(config.max_accept))
+    return LaunchShape(block, warps or THREADS // lanes, power_of_two(-(-config.batch_capacity // block)))
 
 
 def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]:

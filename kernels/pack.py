@@ -14,14 +14,21 @@ from gpupack.kernels import constants as C
 INT32_MIN = tl.constexpr(-(2**31))
 INT32_MAX = tl.constexpr(2**31 - 1)
 NOWHERE = tl.constexpr(2**30)  # no position of a run
-CHUNK = tl.constexpr(8)  # ring items copied at a time: one sector
+SECTOR = tl.constexpr(8)  # words that memory moves at a time: half of a state row, a piece of a ring
 
 
 @triton.jit
-def field(rows, FIELD: tl.constexpr):
-    """Column FIELD of state rows `[BLOCK, STATE_WIDTH]`, `[BLOCK]`."""
-    columns = tl.arange(0, C.STATE_WIDTH)
-    return tl.sum(tl.where(columns[None, :] == FIELD, rows, 0), axis=1)
+def state_half(arena_ptr, slot, FIRST: tl.constexpr, mask_slot):
+    """Words FIRST to FIRST + SECTOR of state rows, `[BLOCK, SECTOR]`; 0 where there is none."""
+    offs = slot[:, None] * C.STATE_WIDTH + FIRST + tl.arange(0, SECTOR)[None, :]
+    return tl.load(arena_ptr + offs, mask=mask_slot[:, None], other=0)
+
+
+@triton.jit
+def field(half, FIELD: tl.constexpr):
+    """State word FIELD, `[BLOCK]`, of the half of the rows that it is in."""
+    columns = tl.arange(0, SECTOR)[None, :]
+    return tl.sum(tl.where(columns == FIELD % SECTOR, half, 0), axis=1)
 
 
 @triton.jit
@@ -43,19 +50,22 @@ def rows_if(bits, offs_row, batch):
 
 
 @triton.jit
-def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
+def find_finish(cap, cold, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
     """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md 2, finish."""
-    cap = field(state, C.MAX_NEW_TOKENS)
     place = tl.arange(0, ACCEPT)[None, :]
     within = place < tl.minimum(accept, cap - old_len)[:, None]
     invalid = within & ((run < 0) | (run >= VOCAB_SIZE))
     bad_at = tl.min(tl.where(invalid, place, NOWHERE), axis=1)
-    stops = (flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK
-    columns = tl.arange(0, C.STATE_WIDTH)[None, :]
-    is_id = (columns >= C.STOP_0) & (columns < C.STOP_0 + stops[:, None])
-    # [BLOCK, ACCEPT, STATE_WIDTH]: the whole row of the state at once; field by field needs far more instructions
-    hits = (run[:, :, None] == state[:, None, :]) & is_id[:, None, :]
-    is_stop = within & (tl.max(hits.to(tl.int32), axis=2) != 0)
+    columns = SECTOR + tl.arange(0, SECTOR)[None, :]
+    is_id = (columns >= C.STOP_0) & (columns < C.STOP_0 + ((flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK)[:, None])
+    ids = tl.where(is_id, cold, -1)  # what meets -1 is outside the vocabulary, and that goes first
+    if ACCEPT == 1:  # all ids at once; with longer runs that would take too many registers
+        is_stop = (tl.max((run == ids).to(tl.int32), axis=1) != 0)[:, None]
+    else:
+        is_stop = run == field(ids, C.STOP_0)[:, None]
+        for k in tl.static_range(1, C.MAX_STOP_IDS):
+            is_stop = is_stop | (run == field(ids, C.STOP_0 + k)[:, None])
+    is_stop = is_stop & within
     stop_at = tl.min(tl.where(is_stop, place, NOWHERE), axis=1)
     bad, stop = bad_at < NOWHERE, stop_at < NOWHERE
     full = (accept > 0) & (old_len + accept >= cap)
@@ -72,6 +82,7 @@ def find_finish(state, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, AC
 def is_due(flags, visible, cursor, interval, POLICY: tl.constexpr):
     """The interval rule of running requests, `[BLOCK]` int1. SPEC.md section 2, points 4 and 5."""
     unsent = visible - cursor
+    interval = tl.maximum(interval, 1)  # that of a slot without a request is 0
     if C.POLICY_STREAM_UNSENT & POLICY:
         stream_due = (unsent >= interval) | ((cursor == 0) & (unsent > 0))
     else:
@@ -94,8 +105,8 @@ def put_items(
 ):
     """Copy output items [begin, end) of each row to out[at:]: the ring has those before old_len, the run the rest."""
     in_ring = tl.where(mask_row, tl.minimum(end, old_len) - begin, 0)
-    for chunk in range(0, tl.max(in_ring, axis=0), CHUNK):
-        place = chunk + tl.arange(0, CHUNK)[None, :]
+    for chunk in range(0, tl.max(in_ring, axis=0), SECTOR):
+        place = chunk + tl.arange(0, SECTOR)[None, :]
         mask = place < in_ring[:, None]
         source = slot[:, None] * WINDOW + ((begin[:, None] + place) & (WINDOW - 1))
         tl.store(out_ptr + at[:, None] + place, tl.load(ring_ptr + source, mask=mask), mask=mask)
@@ -121,26 +132,40 @@ def count(condition):
 @triton.jit
 def three_counts(a, b, c):
     """Three counts of the block in one word."""
-    return count(a) | (count(b) << C.SCAN_SECOND) | (count(c) << C.SCAN_THIRD)
+    first, second, third = a.to(tl.int32), b.to(tl.int32), c.to(tl.int32)
+    return tl.sum(first | (second << C.SCAN_SECOND) | (third << C.SCAN_THIRD), axis=0)
 
 
 @triton.jit
-def publish(scan_ptr, AXIS: tl.constexpr, block, launch, value, BLOCKS: tl.constexpr):
-    """Tell later blocks this block's sum on an axis."""
-    word = (launch << 32) | value.to(tl.int64)
-    tl.atomic_xchg(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + block, word, sem="release")
+def put_sum(scan_ptr, AXIS: tl.constexpr, block, value, BLOCKS: tl.constexpr):
+    """Lay down this block's sum on an axis; `publish` tells later blocks that it is there."""
+    tl.store(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + block, value.to(tl.int64))
 
 
 @triton.jit
-def words_below(scan_ptr, AXIS: tl.constexpr, block, launch, BLOCKS: tl.constexpr):
-    """Counts of the lower blocks on an axis, `[BLOCKS]`, 0 elsewhere; waits until all carry this launch's number."""
+def publish(scan_ptr, block, launch, rows, BLOCKS: tl.constexpr):
+    """Tell later blocks that all sums of this block are there, and how many rows it has."""
+    word = (launch << 32) | rows.to(tl.int64)
+    tl.atomic_xchg(scan_ptr + C.SCAN_HEADER + C.SCAN_ROWS * BLOCKS + block, word, sem="release")
+
+
+@triton.jit
+def rows_below(scan_ptr, block, launch, BLOCKS: tl.constexpr):
+    """Rows of all lower blocks; waits until every one has published in this launch."""
     offs = tl.arange(0, BLOCKS)
     mask = offs < block
-    pointer = scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + offs
+    pointer = scan_ptr + C.SCAN_HEADER + C.SCAN_ROWS * BLOCKS + offs
     word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
     while tl.max(tl.where(mask & ((word >> 32) != launch), 1, 0), axis=0) == 1:
         word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
-    return tl.where(mask, word & 0xFFFFFFFF, 0).to(tl.int32)
+    return tl.sum(tl.where(mask, word & 0xFFFFFFFF, 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def sums_below(scan_ptr, AXIS: tl.constexpr, block, BLOCKS: tl.constexpr):
+    """Sums of the lower blocks on an axis, `[BLOCKS]`, 0 elsewhere; all of them have published."""
+    offs = tl.arange(0, BLOCKS)
+    return tl.load(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + offs, mask=offs < block, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -192,12 +217,12 @@ def pack_kernel(
     handle = tl.load(handles_ptr + offs_row, mask=mask_row, other=C.PADDING_HANDLE)
     slot = handle & 0xFFFFFFFF
     mask_slot = (handle >= 0) & (slot < CAPACITY)
-    columns = tl.arange(0, C.STATE_WIDTH)[None, :]
-    # [BLOCK, STATE_WIDTH]
-    state = tl.load(arena_ptr + slot[:, None] * C.STATE_WIDTH + columns, mask=mask_slot[:, None], other=0)
-    flags = field(state, C.FLAGS)
+    # By halves: a field is taken out of 8 columns with half the instructions that 16 need.
+    hot = state_half(arena_ptr, slot, 0, mask_slot)
+    cold = state_half(arena_ptr, slot, SECTOR, mask_slot)  # the match and the stop ids
+    flags = field(hot, C.FLAGS)
     generation = (handle >> C.SLOT_BITS).to(tl.int32)
-    live = mask_slot & (field(state, C.GENERATION) == generation) & ((flags & C.STATE_LIVE) != 0)
+    live = mask_slot & (field(hot, C.GENERATION) == generation) & ((flags & C.STATE_LIVE) != 0)
     stale = mask_row & ~live & (handle != C.PADDING_HANDLE)
 
     # What the host asks; a skipped row neither appends nor sends.
@@ -228,9 +253,10 @@ def pack_kernel(
     run = as_int32(tl.load(token_ids_ptr + offs_run * token_stride + place, mask=mask_run, other=0))
 
     # Whether it ends: what the host asks goes first; nothing counts behind a finish that is known already.
-    old_len = tl.where(conveyed, 0, field(state, C.OUTPUT_LEN))
+    old_len = tl.where(conveyed, 0, field(hot, C.OUTPUT_LEN))
     new_len = old_len + accept
-    code, end, match = find_finish(state, flags, old_len, accept, run, VOCAB_SIZE, ACCEPT)
+    max_new_tokens = field(hot, C.MAX_NEW_TOKENS)
+    code, end, match = find_finish(max_new_tokens, cold, flags, old_len, accept, run, VOCAB_SIZE, ACCEPT)
     judged = (flags & C.STATE_JUDGED) != 0
     code, end, match = tl.where(judged, code, C.FINISH_NONE), tl.where(judged, end, -1), tl.where(judged, match, 0)
     mask_finish = mask_control & ((asked & C.CONTROL_FINISH) != 0)
@@ -240,19 +266,19 @@ def pack_kernel(
     host_code = control_row(control_ptr, C.CONTROL_FINISH_CODE, batch, offs_row, mask_finish, 0)
     host_match = control_row(control_ptr, C.CONTROL_MATCH, batch, offs_row, mask_finish, 0)
     code = tl.where(was_finished, C.FINISH_NONE, tl.where(mask_finish, host_code, code))
-    match = tl.where(was_finished, field(state, C.MATCH), tl.where(mask_finish, host_match, match))
+    match = tl.where(was_finished, field(cold, C.MATCH), tl.where(mask_finish, host_match, match))
     finished = taken & (was_finished | (code != C.FINISH_NONE))
-    end = tl.where(was_finished, field(state, C.FINISHED_LEN), end)
+    end = tl.where(was_finished, field(hot, C.FINISHED_LEN), end)
     flags = flags | (code << C.CODE_SHIFT) | tl.where(finished, C.STATE_FINISHED, 0)
     visible = tl.where(visible_len >= 0, tl.minimum(new_len, visible_len), new_len)
     visible = tl.where(finished, end, tl.where(conveyed, accept, visible))
 
     # Who sends: a finish once; else who is due and not held; else who would overrun its window.
-    cursor = tl.where(conveyed, 0, field(state, C.TOKEN_CURSOR))
-    score_cursor = tl.where(conveyed, 0, field(state, C.LOGPROB_CURSOR))
+    cursor = tl.where(conveyed, 0, field(hot, C.TOKEN_CURSOR))
+    score_cursor = tl.where(conveyed, 0, field(hot, C.LOGPROB_CURSOR))
     over = (new_len - cursor > BACKLOG_LIMIT) | (has_scores & (new_len - score_cursor > BACKLOG_LIMIT))
     over = over & taken
-    due = is_due(flags, visible, cursor, field(state, C.INTERVAL), POLICY)
+    due = is_due(flags, visible, cursor, field(hot, C.INTERVAL), POLICY)
     due = due | (((asked & C.CONTROL_FLUSH) != 0) & (visible > cursor))
     due = due & taken & ~finished & packing
     held = due & ((asked & C.CONTROL_HOLD) != 0)
@@ -270,20 +296,20 @@ def pack_kernel(
     scores = tl.where(returns, tl.maximum(exist - score_cursor, 0), 0)
     rank = tl.cumsum(row.to(tl.int32), axis=0)
     token_sum, score_sum = tl.cumsum(tokens, axis=0), tl.cumsum(scores, axis=0)
-    lost = three_counts(stale, late, early) | (tl.minimum(count(error), 1) << C.SCAN_ERROR)
+    lost = three_counts(stale, late, early) | (tl.max(error.to(tl.int32), axis=0) << C.SCAN_ERROR)
     kinds = three_counts(held, finished & row, conveyed)
     block_rows, block_tokens, block_scores = count(row), tl.sum(tokens, axis=0), tl.sum(scores, axis=0)
+    put_sum(scan_ptr, C.SCAN_TOKENS, block, block_tokens, BLOCKS)
+    put_sum(scan_ptr, C.SCAN_LOGPROBS, block, block_scores, BLOCKS)
+    put_sum(scan_ptr, C.SCAN_LOST, block, lost, BLOCKS)
+    put_sum(scan_ptr, C.SCAN_KINDS, block, kinds, BLOCKS)
     # Everything of a slot has been read, by every warp: from here on it may be written. It also orders
-    # this block's reads of the launch number before the words that carry it.
+    # this block's sums, and its reads of the launch number, before the word that carries that number.
     tl.debug_barrier()
-    publish(scan_ptr, C.SCAN_ROWS, block, launch, block_rows, BLOCKS)
-    publish(scan_ptr, C.SCAN_TOKENS, block, launch, block_tokens, BLOCKS)
-    publish(scan_ptr, C.SCAN_LOGPROBS, block, launch, block_scores, BLOCKS)
-    publish(scan_ptr, C.SCAN_LOST, block, launch, lost, BLOCKS)
-    publish(scan_ptr, C.SCAN_KINDS, block, launch, kinds, BLOCKS)
-    first_row = tl.sum(words_below(scan_ptr, C.SCAN_ROWS, block, launch, BLOCKS), axis=0)
-    first_token = tl.sum(words_below(scan_ptr, C.SCAN_TOKENS, block, launch, BLOCKS), axis=0)
-    first_score = tl.sum(words_below(scan_ptr, C.SCAN_LOGPROBS, block, launch, BLOCKS), axis=0)
+    publish(scan_ptr, block, launch, block_rows, BLOCKS)
+    first_row = rows_below(scan_ptr, block, launch, BLOCKS)
+    first_token = tl.sum(sums_below(scan_ptr, C.SCAN_TOKENS, block, BLOCKS), axis=0)
+    first_score = tl.sum(sums_below(scan_ptr, C.SCAN_LOGPROBS, block, BLOCKS), axis=0)
 
     # The row table, columns of `stride` words (layout.packed_layout).
     stride = (batch + C.ALIGN_WORDS) // C.ALIGN_WORDS * C.ALIGN_WORDS
@@ -326,15 +352,13 @@ def pack_kernel(
 
     # The state: the hot sector of each slot at once, what ended it only when it ended.
     flags = flags | tl.where(final, C.STATE_FINAL_SENT, 0)
-    hot = tl.arange(0, 8)[None, :]
-    values = tl.where(hot == C.GENERATION, generation[:, None], flags[:, None])
-    values = tl.where(hot == C.OUTPUT_LEN, new_len[:, None], values)
-    values = tl.where(hot == C.FINISHED_LEN, tl.where(finished, visible, -1)[:, None], values)
-    values = tl.where(hot == C.TOKEN_CURSOR, sent_to[:, None], values)
-    values = tl.where(hot == C.LOGPROB_CURSOR, score_cursor[:, None], values)
-    values = tl.where(hot == C.INTERVAL, field(state, C.INTERVAL)[:, None], values)
-    values = tl.where(hot == C.MAX_NEW_TOKENS, field(state, C.MAX_NEW_TOKENS)[:, None], values)
-    tl.store(arena_ptr + slot[:, None] * C.STATE_WIDTH + hot, values, mask=taken[:, None])
+    columns = tl.arange(0, SECTOR)[None, :]
+    values = tl.where(columns == C.FLAGS, flags[:, None], hot)
+    values = tl.where(columns == C.OUTPUT_LEN, new_len[:, None], values)
+    values = tl.where(columns == C.FINISHED_LEN, tl.where(finished, visible, -1)[:, None], values)
+    values = tl.where(columns == C.TOKEN_CURSOR, sent_to[:, None], values)
+    values = tl.where(columns == C.LOGPROB_CURSOR, score_cursor[:, None], values)
+    tl.store(arena_ptr + slot[:, None] * C.STATE_WIDTH + columns, values, mask=taken[:, None])
     tl.store(arena_ptr + slot * C.STATE_WIDTH + C.MATCH, match, mask=finished)
 
     # The last block knows all sums: it writes the header and raises the launch number, which every
@@ -343,8 +367,8 @@ def pack_kernel(
         tl.store(out_ptr + C.HEADER_WORDS + C.R_TOKEN_INDPTR * stride, 0)
         tl.store(out_ptr + C.HEADER_WORDS + C.R_LOGPROB_INDPTR * stride, 0)
     if block == tl.num_programs(0) - 1:
-        lost_below = words_below(scan_ptr, C.SCAN_LOST, block, launch, BLOCKS)
-        kinds_below = words_below(scan_ptr, C.SCAN_KINDS, block, launch, BLOCKS)
+        lost_below = sums_below(scan_ptr, C.SCAN_LOST, block, BLOCKS)
+        kinds_below = sums_below(scan_ptr, C.SCAN_KINDS, block, BLOCKS)
         tl.store(out_ptr + C.H_LAUNCH, launch.to(tl.int32))
         tl.store(out_ptr + C.H_BATCH, batch)
         tl.store(out_ptr + C.H_ROWS, first_row + block_rows)

@@ -163,8 +163,6 @@ class Oracle:
         """As `Packer.retract`: what no step in flight has sent yet, up to what the host committed."""
         record = self.settled(handle)
         self.retire([handle])
-        if record.conveyed:
-            return Resume()
         end = record.output_len if output_len is None else output_len
         asked = record.request.return_logprob
         bits = record.logprobs[record.logprob_cursor : end] if asked else []

@@ -31,6 +31,7 @@ class Sent:
     generation: int = 0
     sent: int = 0
     opened: bool = False
+    restarts: int = 0
 
 
 @dataclass
@@ -50,20 +51,21 @@ class Sender:
             self._rows: list[Row] = []
             self._openings: list[OpeningRecord] = []
             self._ended: list[int] = []
+            self._dropped: list[int] = []
             for kind, pick, amount in step_acts:
                 getattr(self, f"_{kind}")(pick, amount)
             self._emit(number, has_logprobs)
         return self.frames
 
     def _emit(self, number: int, has_logprobs: bool) -> None:
-        if not self._rows and not self._ended and number % 3:
+        if not (self._rows or self._ended or self._dropped) and number % 3:
             return
         extras = [
             RowExtras(row=i, finish={"type": "abort", "message": str(row.slot)})
             for i, row in enumerate(self._rows)
             if row.code in FINISH_IN_EXTRAS
         ]
-        side = SideRecord(self._openings, extras, self._ended)
+        side = SideRecord(self._openings, extras, self._ended, self._dropped)
         if has_logprobs:
             for row in self._rows:
                 row.logprobs = [-float(token) for token in row.tokens] if row.slot % 2 else None
@@ -97,7 +99,7 @@ class Sender:
         self._openings.append(
             OpeningRecord(
                 row=len(self._rows), rid=request.rid, prompt_tokens=slot, tokens_before=request.sent,
-                resumed=request.opened,
+                resumed=request.opened, restarts=request.restarts,
             )
         )  # fmt: skip
         self._row(request, amount, flags=L.ROW_OPENING | flags)
@@ -141,9 +143,10 @@ class Sender:
             self.suspended.append(request)
 
     def _drop(self, pick: int, amount: int) -> None:
-        self._retract(pick, amount)
-        if self.suspended:
-            self.suspended.pop()
+        if self.live:
+            request = self.live.pop(pick % len(self.live))
+            self._dropped.append(request.generation << L.SLOT_BITS | request.slot)
+            self.finished.append(request.rid)
 
     def _resume(self, pick: int, amount: int, restart: bool = False) -> None:
         slot = self._take_slot(pick)
@@ -154,6 +157,7 @@ class Sender:
             request = ready[pick % len(ready)]
             self.suspended.remove(request)
             request.sent = 0 if restart else request.sent
+            request.restarts += restart
             self._begin(request, slot, amount, L.ROW_RESTARTED if restart else 0)
 
     def _restart(self, pick: int, amount: int) -> None:
@@ -169,6 +173,7 @@ class Life:
     logprobs: list[float] = field(default_factory=list)
     completion_tokens: int = 0
     finish_reason: Any = None
+    ended: bool = False
 
 
 class Fold:
@@ -180,15 +185,22 @@ class Fold:
     def push(self, delta: Any) -> None:
         """Take in one delta (gpupack's own, or a `Told`)."""
         if delta.opening is not None and not delta.opening.resumed:
+            self.drop(delta.rid)  # whoever reads the deltas takes it as the end of the one before
             self.lives.setdefault(delta.rid, []).append(Life(delta.opening.prompt_tokens))
         life = self.lives[delta.rid][-1]
-        assert life.finish_reason is None
+        assert not life.ended
         if delta.restarted:
             life.token_ids, life.logprobs = [], []
         life.token_ids += delta.token_ids
         life.logprobs += delta.logprobs or []
         life.completion_tokens = delta.completion_tokens
         life.finish_reason = delta.finish_reason
+        life.ended = delta.finish_reason is not None
+
+    def drop(self, rid: str) -> None:
+        """No more comes of a rid."""
+        for life in self.lives.get(rid, [])[-1:]:
+            life.ended = True
 
 
 @dataclass
@@ -208,6 +220,7 @@ def told(frames: Iterable[Frame]) -> Fold:
     """The obvious receiver: row by row, a dict of handles."""
     fold = Fold()
     rids: dict[tuple[int, int], str] = {}
+    newest: dict[str, tuple[int, int]] = {}
     for frame in frames:
         side = frame.side or SideRecord()
         for i in range(frame.rows):
@@ -215,6 +228,7 @@ def told(frames: Iterable[Frame]) -> Fold:
             opening = next((o for o in side.openings if o.row == i), None)
             if opening is not None:
                 rids[handle] = opening.rid
+                newest[opening.rid] = handle
             flags = int(frame.flags[i])
             finish = next((e.finish for e in side.extras if e.row == i), None)
             match = 0 if frame.match is None else int(frame.match[i])
@@ -225,8 +239,11 @@ def told(frames: Iterable[Frame]) -> Fold:
             reason = finish_reason(flags >> L.ROW_CODE_SHIFT, match, finish)
             restarted = bool(flags & L.ROW_RESTARTED)
             fold.push(Told(rids[handle], tokens, logprobs, int(frame.visible_len[i]), reason, restarted, opening))
-        for handle_word in side.ended:
-            del rids[handle_word >> L.SLOT_BITS, handle_word & 0xFFFFFFFF]
+        for handle_word in side.ended + side.dropped:
+            handle = (handle_word >> L.SLOT_BITS, handle_word & 0xFFFFFFFF)
+            rid = rids.pop(handle)
+            if handle_word in side.dropped and newest[rid] == handle:
+                fold.drop(rid)
     return fold
 
 

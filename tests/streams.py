@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,14 @@ class Stream:
     def __init__(self, stream_id: int = 1, dp_rank: int = 0) -> None:
         self.stream_id, self.dp_rank, self.frame_no = stream_id, dp_rank, 0
 
-    def frame(self, *rows: Row, ended: list[int] | None = None, **openings: OpeningRecord) -> Frame:
+    def frame(
+        self, *rows: Row, ended: Sequence[int] = (), dropped: Sequence[int] = (), **openings: OpeningRecord
+    ) -> Frame:
         """The next frame; `openings` by rid, of the rows with the opening flag."""
         records = [o for o in openings.values()]
-        side = SideRecord(openings=records, ended=ended or []) if records or ended else None
+        side = None
+        if records or ended or dropped:
+            side = SideRecord(openings=records, ended=list(ended), dropped=list(dropped))
         frame = frame_of(
             Step(list(rows), side=side), stream_id=self.stream_id, frame_no=self.frame_no, dp_rank=self.dp_rank
         )
@@ -49,10 +54,11 @@ def snapshot(receiver: OutputReceiver) -> Any:
     """Everything that a frame could change, but for streams that were given up."""
 
     def state(table: StreamTable) -> dict[str, Any]:
+        values = {**vars(table), **vars(table.requests)}
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else copy.deepcopy(value)
-            for name, value in vars(table).items()
-            if name != "broken"
+            for name, value in values.items()
+            if name not in ("broken", "requests")
         }
 
     return {rank: state(table) for rank, table in receiver._tables.items()}

@@ -108,7 +108,7 @@ def test_greedy_texts_equal_those_of_generate(model):
     info, tokenizer = model.info, model.tokenizer.backend_tokenizer
     config = PackerConfig(vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids, capacity=3, window=64)
     with ReceiverProcess(len(GREEDY), tokenizer) as receiver:
-        judge = StopStringJudge(tokenizer, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        judge = StopStringJudge(tokenizer, config)
         streamer = OutputStreamer(Packer(config), OutputSender(receiver.endpoint), judge=judge)
         SchedulerLoop(model, streamer).run(GREEDY)
         receiver.finish(60)

@@ -15,11 +15,16 @@ pytest.importorskip("tokenizers", reason="extra `detok` is not installed")
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from streams import Stream
+from streams import opening as record
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
-from gpupack.detokenizer import Detokenizer, TextDelta, TextStream
+from gpupack import layout as L
+from gpupack.detokenizer import Detokenizer, TextDelta
 from gpupack.errors import DetokenizerError
+from gpupack.text_stream import TextStream
+from gpupack.transport.receiver import OutputReceiver
 
 UNKNOWN_ID = 2_000_000_000  # of no token anywhere: decoding drops it
 TEXTS = [
@@ -385,6 +390,27 @@ def test_detokenizer_goes_on_with_a_resumed_request(smollm2: Tokenizer) -> None:
     assert (got + resumed.text, resumed.reset) == ("你好", False)
     late = detokenizer.push(delta("b", ids, opening=opening(resumed=True)))  # this receiver missed its beginning
     assert (late.text, late.reset) == ("你好", False)
+
+
+def test_detokenizer_forgets_dropped_requests_and_keeps_retracted_ones(smollm2: Tokenizer) -> None:
+    """As told by frames: rids of `ReceivedStep.dropped` go, a retracted request keeps its text until it resumes."""
+    ids = smollm2.encode(" resumed 你").ids
+    detokenizer, stream, text = Detokenizer(smollm2), Stream(), ""
+    rows, records = zip(*(record(slot, ids[:-1], rid, row=slot) for slot, rid in enumerate("ab")), strict=True)
+    frames = [
+        stream.frame(*rows, a=records[0], b=records[1]),
+        stream.frame(dropped=[1 << L.SLOT_BITS | 0], ended=[1 << L.SLOT_BITS | 1]),
+    ]
+    row, again = record(2, ids[-1:], "b", tokens_before=len(ids) - 1, resumed=True)
+    frames.append(stream.frame(row, b=again))
+    with OutputReceiver("inproc://test-detokenizer") as receiver:
+        for frame, requests in zip(frames, (2, 1, 1), strict=True):
+            step = receiver.take(frame)
+            text += "".join(out.text for out in map(detokenizer.push, step.deltas()) if out.rid == "b")
+            for rid in step.dropped:
+                detokenizer.drop(rid)
+            assert len(detokenizer) == requests
+    assert text == " resumed 你"
 
 
 def test_spaces_between_special_tokens_changes_nothing(smollm2: Tokenizer) -> None:

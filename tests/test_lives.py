@@ -241,7 +241,8 @@ class Play:
         record = self.oracle.settled(handle)
         request = record.request
         self.ended.append(handle)
-        if not op.retract or record.finished:
+        # The cursors of a conveyed request are the gate's, and so is its retraction.
+        if not op.retract or record.finished or record.conveyed:
             self.packer.retire(np.array([handle]))
             self.oracle.retire([handle])
             return

@@ -22,6 +22,7 @@ from gpupack.wire.frame import Frame, stamp
 from gpupack.wire.side import OpeningRecord, RowExtras, SideRecord
 
 LIMIT = 1 << 20
+HANDLE = 1 << L.SLOT_BITS  # generation 1; the slot goes into the low bits
 
 
 def through_pending(frames: list[Frame], pops: list[int], compacted: bool, limit: int = LIMIT) -> list[Frame]:
@@ -56,9 +57,12 @@ def received(frames: list[Frame]) -> Fold:
     table = StreamTable(1, 0, 64, None)
     for frame in frames:
         changes = table.check(frame)
-        for delta in ReceivedStep(frame, table.apply(frame, changes), ()).deltas():
+        records, dropped = table.apply(frame, changes)
+        for delta in ReceivedStep(frame, records, (), dropped).deltas():
             fold.push(delta)
-    assert not table.lost
+        for rid in dropped:
+            fold.drop(rid)
+    assert not table.requests.lost
     return fold
 
 
@@ -68,6 +72,10 @@ POPS = st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=1, max_size=12)
 @given(lives, POPS, st.booleans(), st.sampled_from([2, 3, 8]))
 @example([([("open", 0, 1)], False), ([("retract", 0, 0)], False), ([("resume", 0, 1)], False)], [0], True, 2)
 @example([([("open", 0, 1)], False), ([("retract", 0, 0), ("open", 0, 1)], True)], [0], True, 2)
+@example(
+    [([("open", 0, 1)], False), ([("drop", 0, 0), ("open", 3, 1)], False), ([("tokens", 0, 1)], False)], [0], True, 2
+)
+@example([([("open", 0, 1)], False), ([], False), ([("drop", 0, 0)], False), ([("open", 0, 1)], False)], [1], True, 2)
 @example([([("open", 0, 1)], False), ([("finish", 3, 1)], False), ([("open", 0, 2)], False)], [0], True, 2)
 def test_merged_frames_say_the_same(life, pops, compacted, fan_in):
     frames = Sender().play(life)
@@ -94,7 +102,7 @@ def test_one_row_of_each_kind():
     first = Step(
         [Row(4, 1, [1, 2], 2, flags=L.ROW_OPENING), Row(9, 3, [7], 11, flags=L.ROW_EARLY)],
         step=5,
-        side=SideRecord(openings=[OpeningRecord(row=0, rid="a")]),
+        side=SideRecord(openings=[OpeningRecord(row=0, rid="a")], ended=[HANDLE | 7], dropped=[HANDLE | 9, HANDLE | 8]),
     )
     second = Step(
         [
@@ -107,7 +115,8 @@ def test_one_row_of_each_kind():
         side=SideRecord(
             openings=[OpeningRecord(row=0, rid="b")],
             extras=[RowExtras(row=1, finish={"type": "abort"})],
-            ended=[(1 << L.SLOT_BITS) | 4],
+            ended=[HANDLE | 4],
+            dropped=[HANDLE | 2],
         ),
     )
     merged = merge_frames([frame_of(first), frame_of(second)])
@@ -130,7 +139,8 @@ def test_one_row_of_each_kind():
     assert merged.side == SideRecord(
         openings=[OpeningRecord(row=0, rid="a"), OpeningRecord(row=2, rid="b")],
         extras=[RowExtras(row=1, finish={"type": "abort"})],
-        ended=[(1 << L.SLOT_BITS) | 4],
+        ended=[HANDLE | 7, HANDLE | 4],
+        dropped=[HANDLE | 9, HANDLE | 8, HANDLE | 2],
     )
     assert (merged.step, merged.idle) == (6, False)
     decode(encode_frame(merged))

@@ -143,7 +143,26 @@ def test_a_resume_at_another_token_is_a_gap(receiver):
     stream = Stream()
     begin(receiver, stream, slot=3, rid="a")
     row, record = opening(5, [7], "a", tokens_before=1, resumed=True)
-    refuse(receiver, stream.frame(row, a=record), FrameGapError, "resume at token 2, got 1")
+    refuse(receiver, stream.frame(row, a=record), FrameGapError, "resume at token 2 after 0 restarts, got 1 after 0")
+
+
+def test_a_resume_after_a_restart_that_never_came_is_a_gap(receiver):
+    stream = Stream()
+    begin(receiver, stream, slot=3, rid="a")
+    row, record = opening(5, [7], "a", tokens_before=2, resumed=True, restarts=1)
+    refuse(receiver, stream.frame(row, a=record), FrameGapError, "after 0 restarts, got 2 after 1")
+
+
+def test_an_opening_that_does_not_resume_begins_at_token_0(receiver):
+    stream = Stream()
+    row, record = opening(3, [7], "a", tokens_before=2)
+    refuse(
+        receiver, stream.frame(row, a=record), FrameGapError, "'a', which does not resume, to open at token 0, got 2"
+    )
+    stream = Stream(2)
+    begin(receiver, stream, slot=4, rid="b")
+    refuse(receiver, stream.frame(row, a=record), FrameGapError, "'a', which does not resume")
+    refuse(receiver, stream.frame(), StreamBrokenError, "given up")
 
 
 def test_a_request_does_not_resume_beside_its_old_handle(receiver):
@@ -169,6 +188,79 @@ def test_a_restart_voids_what_came(receiver):
     assert (delta.restarted, delta.token_ids, delta.completion_tokens) == (True, [7], 1)
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_restarts_are_counted(receiver, opens):
+    """By the opening record, or, in a row of an open handle, by its flag."""
+    stream = Stream()
+    row, record = opening(3, [5], "a", restarts=4)  # dropped four times before its first row
+    receiver.take(stream.frame(row, a=record))
+    if opens:
+        row, record = opening(4, [7], "a", resumed=True, restarts=5)
+        row.flags |= L.ROW_RESTARTED
+        receiver.take(stream.frame(row, a=record, ended=[1 << L.SLOT_BITS | 3]))
+    else:
+        receiver.take(stream.frame(Row(3, 1, [7], 1, flags=L.ROW_RESTARTED)))
+    row, record = opening(5, [7], "a", tokens_before=1, resumed=True, restarts=5)
+    assert receiver.take(stream.frame(row, a=record)).lost == ()
+
+
+# --- Requests that are dropped --------------------------------------------------------------------
+
+
+def test_a_dropped_request_is_named_and_a_retracted_one_is_not(receiver):
+    stream = Stream()
+    for slot, rid in ((1, "gone"), (2, "retracted"), (3, "goes on")):
+        begin(receiver, stream, slot, rid)
+    step = receiver.take(stream.frame(Row(1, 1, [9], 3), dropped=[1 << L.SLOT_BITS | 1], ended=[1 << L.SLOT_BITS | 2]))
+    assert [delta.rid for delta in step.deltas()] == ["gone"]  # its last row comes before its end
+    assert step.dropped == ("gone",)
+    row, record = opening(5, [7], "retracted", tokens_before=2, resumed=True)
+    step = receiver.take(stream.frame(row, a=record))
+    assert (step.dropped, step.lost) == ((), ())
+    refuse(receiver, stream.frame(Row(1, 1, [9], 4)), UnknownHandleError, "slot 1")
+
+
+def test_a_dropped_request_is_not_kept(receiver):
+    stream, newer = Stream(1), Stream(2)
+    for slot, rid in ((1, "gone"), (2, "retracted")):
+        begin(receiver, stream, slot, rid)
+    receiver.take(stream.frame(dropped=[1 << L.SLOT_BITS | 1], ended=[1 << L.SLOT_BITS | 2]))
+    assert receiver.take(newer.frame()).lost == ("retracted",)
+    row, record = opening(1, [7], "retracted", tokens_before=9, resumed=True)
+    assert receiver.take(newer.frame(row, a=record)).lost == ("retracted",)
+    assert receiver.take(newer.frame(dropped=[1 << L.SLOT_BITS | 1])).dropped == ("retracted",)
+    assert receiver.lost() == []  # it had a hole, and ended with it
+
+
+def test_a_dropped_handle_whose_slot_is_taken_again_in_the_same_frame(receiver):
+    stream = Stream()
+    begin(receiver, stream, slot=3, rid="a")
+    row, record = opening(3, [1], "b", generation=2)
+    assert receiver.take(stream.frame(row, b=record, dropped=[1 << L.SLOT_BITS | 3])).dropped == ("a",)
+    assert receiver.take(Stream(2).frame()).lost == ("b",)
+
+
+@pytest.mark.parametrize("slot", [3, 5])
+@pytest.mark.parametrize("retracted", [False, True])
+def test_a_dropped_rid_that_opens_anew_in_the_same_frame_is_not_named(receiver, slot, retracted):
+    """Its text is the new request's; the opening says that the old one is void."""
+    stream = Stream()
+    begin(receiver, stream, slot=3, rid="a")
+    row, record = opening(slot, [1], "a", generation=2)
+    ended = [2 << L.SLOT_BITS | slot] if retracted else []
+    assert receiver.take(stream.frame(row, b=record, dropped=[1 << L.SLOT_BITS | 3], ended=ended)).dropped == ()
+    row, record = opening(9, [1], "a", tokens_before=1, resumed=True)
+    assert receiver.take(stream.frame(row, b=record)).lost == ()
+
+
+@pytest.mark.parametrize("handle", [2 << L.SLOT_BITS | 3, 1 << L.SLOT_BITS | 4, 2**63 - 1])
+def test_a_dropped_handle_that_is_not_open_is_passed_over(receiver, handle):
+    stream = Stream()
+    begin(receiver, stream, slot=3, rid="a")
+    assert receiver.take(stream.frame(dropped=[handle])).dropped == ()
+    assert receiver.take(stream.frame(Row(3, 1, [9], 3))).deltas()[0].rid == "a"
+
+
 def test_two_requests_of_one_rid(receiver):
     """A rid that opens anew without being resumed is another request; the first keeps its handle."""
     stream = Stream()
@@ -176,8 +268,10 @@ def test_two_requests_of_one_rid(receiver):
     begin(receiver, stream, slot=4, rid="a", tokens=1)
     receiver.take(stream.frame(Row(3, 1, [9], 3, flags=FINAL, code=1)))
     assert receiver.take(stream.frame(Row(4, 1, [9], 2))).deltas()[0].rid == "a"
-    receiver.take(stream.frame(ended=[1 << L.SLOT_BITS | 4]))
-    row, record = opening(5, [7], "a", tokens_before=2, resumed=True)
+    begin(receiver, stream, slot=5, rid="b")
+    begin(receiver, stream, slot=6, rid="b")
+    assert receiver.take(stream.frame(ended=[1 << L.SLOT_BITS | 4], dropped=[1 << L.SLOT_BITS | 5])).dropped == ()
+    row, record = opening(7, [7], "a", tokens_before=2, resumed=True)
     receiver.take(stream.frame(row, a=record))
     assert receiver.lost() == []
 
@@ -214,6 +308,38 @@ def test_a_new_stream_reports_what_the_old_one_left_open(receiver):
     assert "hole" in receiver.take(newest.frame(row, hole=record)).lost
     receiver.take(newest.frame(Row(2, 1, [1], 9, flags=FINAL, code=1)))
     assert "hole" not in receiver.lost()
+
+
+def test_a_lost_restart_shows_at_an_equal_count(receiver):
+    """The restarted row was lost with the connection; since then as many tokens were made as this receiver holds."""
+    old, new = Stream(1), Stream(2)
+    for slot, rid in ((1, "dropped since"), (2, "same"), (3, "restarts")):
+        begin(receiver, old, slot, rid)
+    rows, records = zip(
+        opening(1, [7], "dropped since", tokens_before=2, resumed=True, restarts=1),
+        opening(2, [7], "same", row=1, tokens_before=2, resumed=True),
+        opening(3, [7], "restarts", row=2, resumed=True, restarts=1),
+        strict=True,
+    )
+    rows[2].flags |= L.ROW_RESTARTED
+    step = receiver.take(new.frame(*rows, **{record.rid: record for record in records}))
+    assert step.lost == ("dropped since",)
+    assert receiver.lost() == ["dropped since"]
+
+
+def test_what_a_new_receiver_never_had_is_no_hole(receiver):
+    """Nothing came and nothing was before: how often the output was dropped in between does not matter."""
+    row, record = opening(1, [7], "a", resumed=True, restarts=3)
+    assert receiver.take(Stream().frame(row, a=record)).lost == ()
+
+
+def test_a_restart_ends_a_hole_beside_a_row_that_opens(receiver):
+    stream = Stream()
+    row, record = opening(1, [7], "hole", tokens_before=2, resumed=True)
+    assert receiver.take(stream.frame(row, a=record)).lost == ("hole",)
+    row, record = opening(2, [7], "other", row=1)
+    receiver.take(stream.frame(Row(1, 1, [1], 1, flags=L.ROW_RESTARTED), row, a=record))
+    assert receiver.lost() == []
 
 
 def test_ranks_have_tables_of_their_own(receiver):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
-from gpupack.errors import InputError
+from gpupack.errors import BackpressureError, ClosedError, ConfigError, InputError
 from gpupack.packer import Packer
 from gpupack.request import Request
 from gpupack.stop_strings import StopStringJudge
@@ -46,7 +46,7 @@ class Line:
         config = PackerConfig(
             vocab_size=100, eos_token_ids=(EOS,), **{"capacity": 8, "window": 64, "max_accept": 8} | options
         )
-        judge = StopStringJudge(tokenizer, vocab_size=100, eos_token_ids=(EOS,))
+        judge = StopStringJudge(tokenizer, config)
         self.streamer = OutputStreamer(Packer(config), OutputSender(self.receiver.endpoint), judge=judge)
 
     def close(self) -> None:
@@ -369,6 +369,230 @@ def test_presets_send_empty_rows_of_host_judged_requests_too(line):
     line = line(policy=EmitPolicy.sglang_0_5_23())
     handles = line.streamer.admit([Request("device"), Request("host", stop=["never"])])
     assert [d.token_ids for d in line.step(handles, [], [])] == [[], []]
+
+
+# --- What a review found ----------------------------------------------------------------------------
+
+
+def test_a_flush_of_text_that_could_begin_a_stop_string_disturbs_nobody(line):
+    line = line()
+    handles = line.streamer.admit([Request("engine", judge="engine"), Request("host", stop=["WXYZ"])])
+    control = Control(2).reset(2)
+    control.flags[:] = L.CONTROL_FLUSH
+    assert words(line.step(handles, ["ab"], ["W"], control=control)) == [["ab"], ["W"]]
+
+
+def test_an_end_beyond_the_output_is_the_outputs_end(line):
+    line = line()
+    handles = line.streamer.admit([Request("engine", judge="engine"), Request("other")])
+    control = Control(2).reset(2)
+    control.finish(0, finished_len=99)
+    last, other = line.step(handles, ["ab", "q"], ["X"], control=control)
+    assert (words([last]), last.completion_tokens, words([other])) == ([["ab", "q"]], 2, [["X"]])
+
+
+def test_output_that_the_engine_keeps_back_past_the_window_is_shown(line):
+    line = line(window=16, max_accept=8)
+    (handle,) = line.streamer.admit([Request("engine", judge="engine")]).tolist()
+    control = Control(1).reset(1)
+    control.visible_len[:] = 0
+    got = []
+    for _ in range(12):
+        got += [token for delta in line.step([handle], ["ab"], control=control) for token in delta.token_ids]
+    assert len(got) == 12 - (16 - 8)
+    control.reset(1).finish(0)
+    (last,) = line.step([handle], ["q"], control=control)
+    assert len(got) + len(last.token_ids) == last.completion_tokens == 13
+
+
+def test_an_idle_batch_that_has_rows_sends_them(line):
+    line = line()
+    handles = line.streamer.admit([Request("r")])
+    ticket = line.streamer.packer.step(handles, np.array([IDS["ab"]]))
+    assert words(line.send(ticket, idle=True)) == [["ab"]]
+
+
+def test_a_control_can_be_used_again_under_the_overlap_schedule(line):
+    line = line(max_in_flight=2)
+    handles = line.streamer.admit([Request("r", judge="engine")])
+    control = Control(1).reset(1)
+    first = line.streamer.packer.step(handles, np.array([IDS["ab"]]), control=control)
+    control.reset(1).finish(0)
+    second = line.streamer.packer.step(handles, np.array([IDS["q"]]), control=control)
+    assert [d.finish_reason for d in line.send(first)] == [None]
+    (last,) = line.send(second)
+    assert (words([last]), last.completion_tokens) == ([["q"]], 2)
+
+
+def test_a_stop_string_that_is_a_special_token(line):
+    line = line()
+    handles = line.streamer.admit([Request("r", stop=["<eos>"], ignore_eos=True)])
+    line.step(handles, ["ab"])
+    (last,) = line.step(handles, ["<eos>"])
+    assert last.finish_reason == {"type": "stop", "matched": "<eos>"}
+
+
+def test_a_stop_string_of_byte_tokens_ends_at_its_token(tmp_path):
+    vocab = {"<unk>": 0, "<eos>": 1, "▁ab": 2, "<0x0A>": 3, "q": 4, "<0xC3>": 5, "<0xA9>": 6}
+    llama = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    llama.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    for run, stop in (([2, 3], "\n"), ([2, 3, 3], "\n\n"), ([2, 5, 6], "é")):
+        line = Line(tmp_path, llama)
+        handles = line.streamer.admit([Request("r", stop=[stop])])
+        got = [delta for token in run for delta in line.step(handles, [token])]
+        assert [token for delta in got for token in delta.token_ids] == run
+        assert got[-1].finish_reason == {"type": "stop", "matched": stop}
+        line.close()
+
+
+def test_a_second_retraction_before_the_restarted_row_still_restarts(line):
+    line = line()
+    request = Request("r")
+    (handle,) = line.streamer.admit([request]).tolist()
+    line.step([handle], ["ab", "q"])
+    resume = line.streamer.retract(handle).dropped()
+    (handle,) = line.streamer.admit([request], [resume]).tolist()
+    resume = line.streamer.retract(handle)
+    assert (resume.restarted, resume.restarts) == (True, 1)
+    (handle,) = line.streamer.admit([request], [resume]).tolist()
+    (row,) = line.step([handle], ["X"])
+    assert (row.restarted, row.completion_tokens) == (True, 1)
+
+
+BAD_REQUESTS = {
+    "rid: expected": dict(rid="lone \ud800 surrogate"),
+    "prompt_ids, stop_token_ids, stop of r: expected sequences": dict(prompt_ids=None),
+    "prompt_ids of r: expected integers of 32 bits": dict(prompt_ids=[2**40]),
+    "stop_token_ids of r: expected integers of 32 bits": dict(stop_token_ids=[2**40]),
+    "http_worker_ipc of r: expected a string": dict(http_worker_ipc=["w"]),
+    "decoded_text of r: expected a string": dict(decoded_text=None),
+    "skip_special_tokens of r: expected True or False": dict(skip_special_tokens=None),
+    "stop of r: expected a sequence of non-empty": dict(stop="text"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_REQUESTS)
+def test_a_request_that_could_not_travel_is_refused(message):
+    with pytest.raises(InputError, match=message):
+        Request(**{"rid": "r"} | BAD_REQUESTS[message])
+
+
+def test_a_reason_that_cannot_travel(line):
+    line = line()
+    handles = line.streamer.admit([Request("r", judge="engine")])
+    with pytest.raises(InputError, match="reason: expected a dict with a type"):
+        line.streamer.abort(handles, {"matched": [1, 2]})
+    assert len(line.streamer.packer.in_flight) == 0
+    line.streamer.packer.slots.request(int(handles[0])).finish_reason = {"type": "stop", "matched": np.int64(3)}
+    control = Control(1).reset(1)
+    control.finish(0)
+    (last,) = line.step(handles, ["ab"], control=control)
+    assert last.finish_reason["err_type"] == "Aborted"
+
+
+def test_an_abort_does_not_rename_an_end_that_was_launched_before(line):
+    line = line(max_in_flight=2)
+    request = Request("r", judge="engine")
+    handles = line.streamer.admit([request])
+    request.finish_reason = {"type": "stop", "matched": "grammar"}
+    control = Control(1).reset(1)
+    control.finish(0)
+    ended = line.streamer.packer.step(handles, np.array([IDS["ab"]]), control=control)
+    aborted = line.streamer.abort(handles, ABORT)
+    assert [d.finish_reason for d in line.send(ended)] == [{"type": "stop", "matched": "grammar"}]
+    assert line.send(aborted) == []
+
+
+def test_the_judge_leaves_an_end_alone_that_append_found(line):
+    line = line()
+    handles = line.streamer.admit([Request("r", stop=["YZ", "q"])])
+    packer = line.streamer.packer
+    for word in ("YZ", "q"):
+        assert line.send(packer.append(handles, np.array([IDS[word]]))) == []
+    with pytest.raises(InputError, match="has finished; pack sends its row"):
+        line.streamer.retract(int(handles[0]))
+    (last,) = line.send(packer.pack(handles))
+    assert (words([last]), last.finish_reason) == ([["YZ"]], {"type": "stop", "matched": "YZ"})
+
+
+def test_retracting_what_the_gate_judges_counts_what_was_taken_in(line):
+    line = line()
+    (handle,) = line.streamer.admit([Request("r", stop=["WXYZ"])]).tolist()
+    line.step([handle], ["ab"])
+    with pytest.raises(InputError, match="output_len: expected the 1 tokens taken in, got 2"):
+        line.streamer.retract(handle, output_len=2)
+    with pytest.raises(InputError, match="is host-judged"):
+        line.streamer.packer.retract(handle)
+    assert words(line.step([handle], ["q"])) == [["q"]]
+
+
+def test_logprob_columns_are_absent_from_a_mixed_batch_that_returns_none(line):
+    line = line()
+    handles = line.streamer.admit([Request(n, stop=s, return_logprob=True) for n, s in (("a", ()), ("b", ("W",)))])
+    scores = np.zeros((2, 1), np.float32)
+    ticket = line.streamer.packer.step(handles, np.array([1, 5]), logprobs=scores, return_logprob=False)
+    assert [delta.logprobs for delta in line.send(ticket)] == [None, None]
+
+
+def test_stale_rows_count_when_every_other_row_is_host_judged(line):
+    line = line()
+    gone, kept = line.streamer.admit([Request("gone"), Request("kept", stop=["W"])]).tolist()
+    line.streamer.retire(np.array([gone]))
+    line.step([gone, kept], ["ab"], ["ab"])
+    assert line.streamer.metrics.snapshot()["stale_rows"] == 1
+
+
+def test_what_goes_wrong_behind_the_take_in_closes_the_packer(line):
+    line = line()
+    handles = line.streamer.admit([Request("r", stop=["W"])])
+
+    class Broken:
+        def judge(self, *_):
+            raise RuntimeError("the tokenizer broke")
+
+    line.streamer.judge, judge = Broken(), line.streamer.judge
+    with pytest.raises(RuntimeError, match="the tokenizer broke"):
+        line.step(handles, ["ab"])
+    line.streamer.judge = judge
+    with pytest.raises(ClosedError):
+        line.step(handles, ["ab"])
+
+
+def test_a_step_that_no_frame_can_hold_is_refused_at_the_start(tmp_path):
+    with (
+        OutputReceiver(f"ipc://{tmp_path}/small") as receiver,
+        OutputSender(receiver.endpoint, max_frame_bytes=4096) as sender,
+        pytest.raises(ConfigError, match="max_frame_bytes: the fullest step needs"),
+    ):
+        OutputStreamer(Packer(PackerConfig(vocab_size=10, capacity=64)), sender)
+
+
+def test_backpressure_says_what_the_step_finished(tmp_path):
+    config = PackerConfig(vocab_size=100, capacity=4, window=16)
+    with OutputReceiver(f"ipc://{tmp_path}/slow", high_water_mark=1) as receiver:
+        sender = OutputSender(receiver.endpoint, max_pending_bytes=0, send_timeout_ms=1, high_water_mark=1)
+        streamer = OutputStreamer(Packer(config), sender)
+        handles = streamer.admit([Request("ends", max_new_tokens=4000), Request("stays")])
+        finished = []
+        sent = 0
+        while not finished:
+            ticket = streamer.packer.step(handles, np.array([1, 2]))
+            sent += 1
+            try:
+                finished += streamer.send(ticket).finished.tolist()
+            except BackpressureError as error:
+                finished += error.report.finished.tolist()
+        assert finished == handles[:1].tolist()
+        tokens = {"ends": 0, "stays": 0}
+        while tokens["ends"] < 4000:
+            sender.flush(100)
+            step = receiver.recv(TIMEOUT_MS)
+            for delta in step.deltas():
+                tokens[delta.rid] += len(delta.token_ids)
+        assert sent == 4000
+        streamer.close()
 
 
 def test_metrics_count_what_was_sent(line):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -189,6 +190,43 @@ def test_close_does_not_wait_for_a_receiver_that_never_came(endpoint):
     start = time.monotonic()
     sender.close(100)
     assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("cycle", [True, False])
+def test_ends_that_are_collected_unclosed_do_not_hold_up_their_process(endpoint, cycle):
+    """Their contexts end with them: not before their sockets, and without waiting for what is queued."""
+    code = f"""if True:
+        import gc, sys
+        from ends import Feed
+        from gpupack.transport.receiver import OutputReceiver
+        from gpupack.transport.sender import OutputSender
+        sender = OutputSender(sys.argv[1])
+        sender.send(Feed().next())
+        assert sender.frames_sent == 1
+        receiver = OutputReceiver("tcp://127.0.0.1:*")
+        if {cycle}:
+            sender.cycle, receiver.cycle = sender, receiver
+        contexts = sender._context, receiver._context
+        del sender, receiver
+        gc.collect()
+        assert contexts[0].closed and contexts[1].closed
+    """
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-W", "error", "-c", code, endpoint], check=True, timeout=20, env=env)
+
+
+def test_a_sender_that_is_never_closed_does_not_hold_up_the_end_of_its_process(endpoint):
+    code = """if True:
+        import sys
+        from ends import Feed
+        from gpupack.transport.sender import OutputSender
+        sender = OutputSender(sys.argv[1])
+        sender.send(Feed().next())
+        assert sender.frames_sent == 1
+        sender.cycle = sender
+    """
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", code, endpoint], check=True, timeout=20, env=env)
 
 
 def test_a_shared_context_is_left_alone(endpoint):

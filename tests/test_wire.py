@@ -197,6 +197,8 @@ SIDE_BREAKERS = [
     b"\xdf\xff\xff\xff\xff",
     b"\x81\xa8openings" + b"\x91" * 100_000,  # nested beyond any stack
     b"\x81\xa5ended\x91\x01",  # generation 0
+    b"\x81\xa7dropped\x91\x01",
+    b"\x81\xa8openings\x91\x83\xa3row\x00\xa3rid\xa1a\xa8restarts\xff",
     b"\x81\xa3new\x01",
     b"\x80\x00",  # bytes behind the record
     b"\x81\xa8openings\x91\x82\xa3row\xff\xa3rid\xa1a",

@@ -36,7 +36,7 @@ def rows(draw: st.DrawFn, slot: int, has_logprobs: bool) -> Row:
 
 @st.composite
 def steps(draw: st.DrawFn, max_rows: int = 6) -> Step:
-    """A valid frame: openings for some rows, extras where the finish code wants them, ended handles."""
+    """A valid frame: openings for some rows, extras where the finish code wants them, handles that ended."""
     has_logprobs = draw(st.booleans())
     slots = draw(st.lists(st.integers(0, INT32_MAX), unique=True, max_size=max_rows))
     step = Step([draw(rows(slot, has_logprobs)) for slot in slots], has_logprobs, draw(st.integers(0, 2**64 - 1)))
@@ -57,12 +57,13 @@ def steps(draw: st.DrawFn, max_rows: int = 6) -> Step:
                     cached_tokens=draw(counts),
                     tokens_before=0 if restarted else draw(counts),
                     resumed=draw(st.booleans()),
+                    restarts=draw(counts),
                 )
             )
         if row.code in FINISH_IN_EXTRAS:
             extras.append(RowExtras(row=index, finish=draw(st.dictionaries(texts, scalars, max_size=3))))
-    ended = draw(st.lists(st.integers(1 << L.SLOT_BITS, 2**63 - 1), max_size=2))
-    if openings or extras or ended:
-        step.side = SideRecord(openings, extras, ended)
+    ended, dropped = (draw(st.lists(st.integers(1 << L.SLOT_BITS, 2**63 - 1), max_size=2)) for _ in range(2))
+    if openings or extras or ended or dropped:
+        step.side = SideRecord(openings, extras, ended, dropped)
     step.idle = not slots and draw(st.booleans())
     return step

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gpupack.transport.receiver import Delta, OutputReceiver
+from gpupack.transport.receiver import Delta, OutputReceiver, ReceivedStep
 
 POLL_MS = 50
 
@@ -45,6 +45,10 @@ class TextSink:
         self.finished += done
         emit({"rid": out.rid, "text": out.text, "reset": out.reset, "done": done, "finish_reason": out.finish_reason})
 
+    def drop(self, rid: str) -> None:
+        """Forget a request that ended without a final delta."""
+        self._detokenizer.drop(rid)
+
     def summary(self) -> dict[str, Any]:
         """Nothing beyond the events."""
         return {}
@@ -56,6 +60,10 @@ class DigestSink:
     def __init__(self) -> None:
         self._open: dict[str, tuple[list[int], list[float]]] = {}
         self.digests: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """Requests that are open."""
+        return len(self._open)
 
     @property
     def finished(self) -> int:
@@ -73,6 +81,10 @@ class DigestSink:
             self.digests[delta.rid] = content_digest(tokens, logprobs, delta.finish_reason)
             del self._open[delta.rid]
 
+    def drop(self, rid: str) -> None:
+        """Forget a request that ended without a final delta."""
+        self._open.pop(rid, None)
+
     def summary(self) -> dict[str, Any]:
         """Digest by rid."""
         return {"digests": self.digests}
@@ -84,6 +96,16 @@ def content_digest(tokens: list[int], logprobs: list[float], finish_reason: dict
     content.update(np.array(logprobs, np.float32).tobytes())
     content.update(json.dumps(finish_reason, sort_keys=True).encode())
     return content.hexdigest()
+
+
+def take_in(step: ReceivedStep, sink: TextSink | DigestSink) -> int:
+    """Pass a step on, first its deltas, then the requests that it drops; the number of deltas."""
+    deltas = step.deltas()
+    for delta in deltas:
+        sink.push(delta)
+    for rid in step.dropped:
+        sink.drop(rid)
+    return len(deltas)
 
 
 def main() -> None:
@@ -103,9 +125,7 @@ def main() -> None:
             step = receiver.recv(POLL_MS)
             if step is not None:
                 frames += 1
-                for delta in step.deltas():
-                    rows += 1
-                    sink.push(delta)
+                rows += take_in(step, sink)
             elif select.select([sys.stdin], [], [], 0)[0]:
                 break
             if sink.finished >= options.requests and not told:

@@ -67,7 +67,7 @@ def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     )
     began = time.perf_counter()
     with ReceiverProcess(len(PROMPTS), tokenizer) as receiver:
-        judge = StopStringJudge(tokenizer, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        judge = StopStringJudge(tokenizer, config)
         streamer = OutputStreamer(Packer(config), OutputSender(receiver.endpoint), judge=judge)
         loop = SchedulerLoop(model, streamer)
         try:

@@ -89,7 +89,7 @@ def _join_items(parts: list[tuple[Int32, NDArray[Any]]], order: Index, ends: Ind
 
 def _join_sides(frames: Sequence[Frame], target: Index) -> SideRecord | None:
     """The side records as one: rows renumbered, openings as they are, of extras the newest."""
-    openings, ended = [], []
+    openings, ended, dropped = [], [], []
     extras: dict[int, RowExtras] = {}
     base = 0
     for frame in frames:
@@ -100,11 +100,12 @@ def _join_sides(frames: Sequence[Frame], target: Index) -> SideRecord | None:
                 row = int(target[base + extra.row])
                 extras[row] = _newest(extras.get(row), msgspec.structs.replace(extra, row=row))
             ended += frame.side.ended
+            dropped += frame.side.dropped
         base += frame.rows
-    if not (openings or extras or ended):
+    if not (openings or extras or ended or dropped):
         return None
     # A row that opens is the first of its handle, so the openings come in the order of their rows.
-    return SideRecord(openings, [extras[row] for row in sorted(extras)], ended)
+    return SideRecord(openings, [extras[row] for row in sorted(extras)], ended, dropped)
 
 
 def _newest(old: RowExtras | None, new: RowExtras) -> RowExtras:

@@ -35,5 +35,6 @@ class PeerMonitor:
 
     def close(self) -> None:
         """Stop watching; before the socket is closed."""
-        self._socket.disable_monitor()
+        if not self._socket.closed:  # as it is when its shared context was destroyed
+            self._socket.disable_monitor()
         self._monitor.close(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from gpupack import layout as L
@@ -148,5 +149,6 @@ class PendingFrames:
 
 def _growth(frame: Frame, size: int) -> int:
     """Most bytes by which a merged frame grows: also `match` and logprob offsets, and longer row numbers."""
-    records = 0 if frame.side is None else len(frame.side.openings) + len(frame.side.extras) + len(frame.side.ended)
+    # Each entry of a side record may also lengthen the header of its array.
+    records = 0 if frame.side is None else sum(len(entries) for entries in msgspec.structs.astuple(frame.side))
     return size + 3 * L.WORD * (frame.rows + 1) + 2 * L.WORD * (records + 1)

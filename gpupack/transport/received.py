@@ -55,14 +55,19 @@ class ReceivedStep:
         RequestRecord of every row, object array `[rows]`.
     lost
         Rids that this frame adds to `OutputReceiver.lost()`.
+    dropped
+        Rids of requests that end with this frame, after its rows, without a final row: no more comes of them.
     """
 
-    __slots__ = ("frame", "lost", "row_requests")
+    __slots__ = ("dropped", "frame", "lost", "row_requests")
 
-    def __init__(self, frame: Frame, row_requests: NDArray[np.object_], lost: tuple[str, ...]) -> None:
+    def __init__(
+        self, frame: Frame, row_requests: NDArray[np.object_], lost: tuple[str, ...], dropped: tuple[str, ...]
+    ) -> None:
         self.frame = frame
         self.row_requests = row_requests
         self.lost = lost
+        self.dropped = dropped
 
     def deltas(self) -> list[Delta]:
         """One Delta a row, in row order: Python objects that are independent of the message."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,7 @@ from gpupack.errors import (
     StreamBrokenError,
     UnknownHandleError,
 )
+from gpupack.transport.context import close_when_collected
 from gpupack.transport.received import Delta, ReceivedStep
 from gpupack.transport.stream_table import StreamTable
 from gpupack.wire.codec import check_max_frame_bytes, decode
@@ -70,6 +72,7 @@ class OutputReceiver:
         self._own_context = context is None
         self._context = zmq.Context() if context is None else context
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        close_when_collected(self, [partial(self._socket.close, 0)], self._context if self._own_context else None)
         try:
             self._socket.linger = 0
             self._socket.rcvhwm = high_water_mark
@@ -118,13 +121,14 @@ class OutputReceiver:
         table = self._tables.get(frame.dp_rank)
         if table is None or table.stream_id != frame.stream_id:
             return self._begin(frame, table)
-        table.max_slots = self._slots_left(table)
+        table.requests.max_slots = self._slots_left(table)
         try:
             changes = table.check(frame)
         except (FrameGapError, UnknownHandleError):
             table.broken = True
             raise
-        return ReceivedStep(frame, table.apply(frame, changes), tuple(changes.incomplete))
+        records, dropped = table.apply(frame, changes)
+        return ReceivedStep(frame, records, tuple(changes.incomplete), dropped)
 
     def _begin(self, frame: Frame, old: StreamTable | None) -> ReceivedStep:
         """Start a stream; it ends the one that its rank had."""
@@ -144,25 +148,26 @@ class OutputReceiver:
         if old is not None:
             self._ended.append(old.stream_id)
         self._tables[frame.dp_rank] = table
-        records = table.apply(frame, changes)
-        return ReceivedStep(frame, records, tuple(table.lost))
+        records, dropped = table.apply(frame, changes)
+        return ReceivedStep(frame, records, tuple(table.requests.lost), dropped)
 
     def _slots_left(self, table: StreamTable | None) -> int:
         """Slots that a table may have: what the tables of other ranks leave."""
         if len(self._tables) <= 1 and table is not None:
             return self.max_slots
-        return self.max_slots - sum(other.slots for other in self._tables.values() if other is not table)
+        return self.max_slots - sum(len(other.requests) for other in self._tables.values() if other is not table)
 
     def lost(self, dp_rank: int = 0) -> list[str]:
         """Rids of a rank that this receiver cannot continue without a hole, so far as it knows.
 
         When a new stream replaces an old one, every request of the old one without a final row is listed
         (`ReceivedStep.lost` of the new stream's first frame says which), until the new stream opens it again at
-        the token where this receiver stands. A request that resumes elsewhere stays, or comes, on the
-        list, and its rows go on behind the hole, until its final row or until it restarts.
+        the token where this receiver stands, its output dropped as often as this receiver knows. A request
+        that resumes elsewhere stays, or comes, on the list, and its rows go on behind the hole, until it
+        ends or restarts.
         """
         table = self._tables.get(dp_rank)
-        return list(table.lost) if table is not None else []
+        return list(table.requests.lost) if table is not None else []
 
     def close(self) -> None:
         """Close the socket, with what was not yet received; removes the file of an ipc endpoint. Idempotent."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 import zmq
 
 from gpupack.errors import BackpressureError, ClosedError, ConfigError, PeerLostError
+from gpupack.transport.context import close_when_collected, context_of_batch_threads
 from gpupack.transport.peer import PeerMonitor
 from gpupack.transport.pending import PendingFrames
 from gpupack.wire.codec import check_max_frame_bytes
@@ -16,18 +19,6 @@ from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, check_size, stamp
 
 POLL_MS = 20  # while a send waits for room it looks for a lost peer this often
 NOBLOCK = int(zmq.NOBLOCK)
-
-
-def _context_of_batch_threads() -> zmq.Context[zmq.Socket[bytes]]:
-    """A context whose thread does not preempt the one that wakes it.
-
-    Where cores are few, zmq's thread otherwise runs first and the scheduler waits for it: handing over
-    6 KB took 51 us instead of 4.5 us on two busy cores, and the receiver had it no earlier.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    if hasattr(os, "SCHED_BATCH"):
-        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-    return context
 
 
 class OutputSender:
@@ -90,7 +81,9 @@ class OutputSender:
         self._closed = False
         self._socket: zmq.Socket[bytes] | None = None
         self._own_context = context is None
-        self._context = _context_of_batch_threads() if context is None else context
+        self._context = context_of_batch_threads() if context is None else context
+        self._closers: list[Callable[[], object]] = []  # of the open socket, for `close_when_collected`
+        close_when_collected(self, self._closers, self._context if self._own_context else None)
         try:
             self._open()
         except zmq.ZMQError:
@@ -214,7 +207,10 @@ class OutputSender:
         self._next_frame_no = 0
         socket = self._context.socket(zmq.PUSH)
         self._socket = socket
+        # A sender that was never closed must not hold up its process; `close` sets its own time.
+        socket.linger = 0
         self._peer = PeerMonitor(socket)
+        self._closers += [self._peer.close, partial(socket.close, 0)]
         socket.sndhwm = self.high_water_mark
         # A machine that is gone sends no goodbye; a receiver that is only stopped still answers these.
         socket.tcp_keepalive = 1
@@ -225,6 +221,7 @@ class OutputSender:
 
     def _close_socket(self, linger_ms: int) -> None:
         if self._socket is not None:
+            self._closers.clear()
             self._peer.close()
             self._socket.close(linger_ms)
             self._socket = None

@@ -29,6 +29,12 @@ assert tuple(L.WIRE_SECTIONS)[: len(ROW_SECTIONS)] == ROW_SECTIONS
 NO_FLAGS = np.empty(0, np.int32)
 
 
+def largest_frame(rows: int, max_items: int, logprobs: bool) -> int:
+    """Bytes of the fullest frame of a packer, its side record aside."""
+    items = rows * max_items
+    return plan_frame(Shape(rows, items, items if logprobs else None, True, 0)).size
+
+
 class FrameEncoder:
     """Writes packed steps as frames into one buffer that it reuses.
 

@@ -26,8 +26,9 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """What is sent once of a request, with its first row.
 
     `row` is the row of its frame. `prompt_tail` holds at most 5 token ids, its length is the read
-    offset. `tokens_before` counts tokens sent before this row; `resumed` says that the request was
-    sent before under another handle.
+    offset. `tokens_before` counts tokens sent before this row; `resumed` says that a row of the request
+    was sent before, under another handle or on an earlier stream; `restarts` counts how often its output
+    was dropped so far.
     """
 
     row: RowIndex
@@ -42,6 +43,7 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     cached_tokens: Count = 0
     tokens_before: Count = 0
     resumed: bool = False
+    restarts: Count = 0
 
 
 class RowExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,11 +54,15 @@ class RowExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class SideRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Opening records and extras by rising row, and handles that ended without a final row."""
+    """Opening records and extras by rising row, and handles that ended without a final row.
+
+    A request of `ended` may come back, one of `dropped` will not.
+    """
 
     openings: list[OpeningRecord] = []
     extras: list[RowExtras] = []
     ended: list[Handle] = []
+    dropped: list[Handle] = []
 
 
 _EMPTY = SideRecord()

@@ -77,6 +77,7 @@ class PtxSimRuntime:
     memory: GuardedMemory = field(default_factory=GuardedMemory)
     launches: list[Any] = field(default_factory=list)  # (programs, Stats) of every launch
     device: torch.device = torch.device("cpu")
+    lanes: int = 32
 
     def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
         """Cleared memory between guards, `[words]`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from gpupack.kernels.launch import BLOCK, WARPS
+from gpupack.kernels.launch import BLOCK, THREADS
 from ptxsim_runtime import PtxSimRuntime
 from twins import Case, Twins
 
@@ -20,7 +20,7 @@ COMMON = {"vocab_size": 60, "eos_token_ids": (2, 7)}
 OLD, NEW, FIRST = EmitPolicy.sglang_0_5_16(), EmitPolicy.sglang_0_5_23(), EmitPolicy(first_token_flush=True)
 CASES = {
     "runs of 3": Case(PackerConfig(capacity=70, window=16, max_accept=3, **COMMON), 16, 1),
-    "as launched": Case(PackerConfig(capacity=3 * BLOCK + 5, window=4, max_accept=1, **COMMON), BLOCK, WARPS),
+    "as launched": Case(PackerConfig(capacity=3 * BLOCK + 5, window=4, max_accept=1, **COMMON), BLOCK, THREADS // 32),
     "without logprobs": Case(PackerConfig(capacity=65, window=4, logprobs=False, **COMMON), 16, 1),
     "0.5.16, two warps": Case(PackerConfig(capacity=50, window=16, max_accept=4, policy=OLD, **COMMON), 16, 2),
     "0.5.23, four warps": Case(PackerConfig(capacity=70, window=4, policy=NEW, force_interval=5, **COMMON), 32, 4),

@@ -44,7 +44,9 @@ class Twins:
         self.rng = np.random.default_rng(seed)
         self.requests: dict[int, Request] = {}
         self.in_flight: list[tuple[Ticket, Ticket]] = []
-        self.ended = [99 << 32, (1 << 32) + case.config.capacity, 1 << 62, -2]  # never given; no such slot; nonsense
+        # Never given; slots that are not there, near and far; nonsense.
+        self.nonsense = [99 << 32, (1 << 32) + case.config.capacity, (1 << 32) + 2**31, (1 << 63) - 1, -2]
+        self.ended: list[int] = []
         self.admitted = 0
         self.seen: Counter[str] = Counter()
 
@@ -75,17 +77,18 @@ class Twins:
         self.requests |= dict(zip(handles.tolist(), requests, strict=True))
 
     def churn(self) -> None:
-        """Some requests end, some of those come back, new ones come; now and then everything is full."""
+        """Some requests end, some of those come back, new ones come; some slots stay free."""
         if self.chance(0.7):
             while self.in_flight:
                 self.take_in()
         for handle in self.rng.permutation(list(self.requests)).tolist():
-            finished = bool(self.cpu.backend.state_row(handle & 0xFFFFFFFF)[L.FLAGS] & L.STATE_FINISHED)
+            flags = int(self.cpu.backend.state_row(handle & 0xFFFFFFFF)[L.FLAGS])
+            finished = bool(flags & L.STATE_FINISHED)
             if not self.chance(0.6 if finished else 0.1):
                 continue
             request = self.requests.pop(handle)
             self.ended.append(handle)
-            if finished or self.in_flight or self.chance(0.3):
+            if finished or flags & L.STATE_CONVEYED or self.in_flight or self.chance(0.3):
                 for packer in (self.cpu, self.device):
                     packer.retire(np.array([handle], np.int64))
                 continue
@@ -95,7 +98,7 @@ class Twins:
             self.admit([request], [one])
             self.seen["readmitted"] += 1
         room = self.config.capacity - len(self.requests)
-        self.admit([self.request() for _ in range(room if self.chance(0.5) else room // 2)])
+        self.admit([self.request() for _ in range(int(self.rng.integers(room // 3, room + 1)))])
 
     # --- one launch -------------------------------------------------------------------------------
 
@@ -111,7 +114,7 @@ class Twins:
         others = int(self.rng.integers(0, 1 + size // 4))
         handles = self.rng.permutation(list(self.requests))[: size - others].tolist()
         while len(handles) < size:
-            handles.append(self.pick(L.PADDING_HANDLE, *self.ended[-20:]))
+            handles.append(self.pick(L.PADDING_HANDLE, *self.nonsense, *self.ended[-20:]))
         return self.rng.permutation(np.array(handles, np.int64)) if size else np.zeros(0, np.int64)
 
     def tokens(self, rows: int, width: int) -> NDArray[Any]:

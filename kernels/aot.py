@@ -1,0 +1,161 @@
+"""Compiles the pack kernel ahead of time, without a GPU, and reports what each variant takes.
+
+`python -m gpupack.kernels.aot` prints the table; `tests/compiled` holds `MAX_REGISTERS` and that nothing
+spills. Only in a process without Triton's interpreter: that one accepts what the compiler rejects.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.kernels.launch import kernel_constants, launch_shape
+from gpupack.kernels.pack import pack_kernel
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POLICIES = {
+    "default": EmitPolicy(),
+    "0.5.16": EmitPolicy.sglang_0_5_16(),
+    "0.5.23": EmitPolicy.sglang_0_5_23(),
+}
+POINTERS = {"handles_ptr": "*i64", "scan_ptr": "*i64"}  # all others are int32, the token ids either
+MAX_REGISTERS = {1: 128, 4: 168}  # a thread, by max_accept: at least 3 programs fit on a multiprocessor
+
+
+class Variant(NamedTuple):
+    """What chooses the code: target, width of the token ids, logprobs, longest run, policy."""
+
+    target: str
+    token_ids: str
+    logprobs: bool
+    max_accept: int
+    policy: str
+
+
+class Resources(NamedTuple):
+    """What a variant takes: registers a thread, bytes of spills and local memory a thread, of shared memory, of code."""
+
+    registers: int
+    spills: int
+    local: int
+    shared: int
+    size: int
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that is looked after; the presets differ in a few comparisons, so not in all widths."""
+    for target in TARGETS:
+        for max_accept in MAX_REGISTERS:
+            for token_ids in ("int32", "int64"):
+                for logprobs in (False, True):
+                    yield Variant(target, token_ids, logprobs, max_accept, "default")
+            yield Variant(target, "int64", True, max_accept, "0.5.16")
+            yield Variant(target, "int64", True, max_accept, "0.5.23")
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Triton's compiled kernel, as the JIT would compile it for a packer of this kind."""
+    config = PackerConfig(
+        vocab_size=128_000,
+        max_accept=variant.max_accept,
+        logprobs=variant.logprobs,
+        policy=POLICIES[variant.policy],
+    )
+    target = TARGETS[variant.target]
+    shape = launch_shape(config, lanes=target.warp_size)
+    constants = kernel_constants(config, shape)
+    names = pack_kernel.arg_names
+    signature, attributes = {}, {}
+    for index, param in enumerate(pack_kernel.params):
+        if param.is_constexpr:
+            signature[param.name] = "constexpr"
+            continue
+        signature[param.name] = POINTERS.get(param.name, "*i32")
+        if not param.do_not_specialize_on_alignment:  # our own allocations are aligned, and the JIT says so
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature["token_ids_ptr"] = "*i64" if variant.token_ids == "int64" else "*i32"
+    source = ASTSource(
+        fn=pack_kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=target, options={"num_warps": shape.warps})
+
+
+def resources(variant: Variant) -> Resources:
+    """Compile a variant and say what it takes."""
+    built = compile_variant(variant)
+    if TARGETS[variant.target].backend == "hip":
+        return _hip_resources(built)
+    return _cuda_resources(built, TARGETS[variant.target].arch)
+
+
+def _cuda_resources(built: Any, arch: int) -> Resources:
+    """From ptxas, which Triton brings along."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "pack.ptx")
+        source.write_text(built.asm["ptx"])
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", source, "-o", Path(folder, "pack.cubin")]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+    def number(pattern: str) -> int:
+        found = re.findall(pattern, log)
+        return sum(map(int, found))
+
+    return Resources(
+        registers=number(r"Used (\d+) registers"),
+        spills=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        local=number(r"(\d+) bytes stack frame"),
+        shared=built.metadata.shared,
+        size=len(built.asm["cubin"]),
+    )
+
+
+def _hip_resources(built: Any) -> Resources:
+    """From the metadata in the assembly; vector registers, and spills in bytes of a thread."""
+    text = built.asm["amdgcn"]
+
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        if found is None:
+            raise ValueError(f"no .{name} in the assembly of gfx942")
+        return int(found.group(1))
+
+    return Resources(
+        registers=number("vgpr_count"),
+        spills=4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
+        local=number("private_segment_fixed_size"),
+        shared=built.metadata.shared,
+        size=len(built.asm["hsaco"]),
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    print("| target | token ids | logprobs | max_accept | policy | registers | spills | local | shared | size |")
+    print("| --- " * 10 + "|")
+    for variant in variants():
+        cells = (*variant[:2], "on" if variant.logprobs else "off", *variant[3:], *resources(variant))
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

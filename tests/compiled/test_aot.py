@@ -1,0 +1,24 @@
+"""Every variant compiles for every target and keeps the committed limits."""
+
+from __future__ import annotations
+
+import pytest
+from gpupack.kernels import aot
+from gpupack.kernels.launch import MAX_DEVICE_ACCEPT
+
+
+@pytest.mark.parametrize("variant", aot.variants(), ids=lambda variant: "-".join(map(str, variant)))
+def test_fits_its_limits(variant: aot.Variant) -> None:
+    taken = aot.resources(variant)
+    assert taken.spills == 0
+    assert taken.local == 0
+    assert 0 < taken.registers <= aot.MAX_REGISTERS[variant.max_accept]
+    assert 0 < taken.shared <= 4096
+    assert taken.size > 0
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("max_accept", [16, MAX_DEVICE_ACCEPT])
+def test_long_runs_do_not_spill(target: str, max_accept: int) -> None:
+    taken = aot.resources(aot.Variant(target, "int64", True, max_accept, "default"))
+    assert taken.spills == taken.local == 0

@@ -1,0 +1,131 @@
+"""The random lives of test_lives.py through the Oracle and the interpreted kernel, at several block sizes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import Life, lives
+from test_lives import Harness, Play, Receiver
+
+from gpupack import layout as L
+from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.packer import Packer
+from gpupack.request import Request
+
+LIVES = int(os.environ.get("GPUPACK_LIVES", "12"))
+GUARD = 64  # words around each arena
+CANARY = 0x5AFEC0DE
+
+
+class GuardedRuntime:
+    """The interpreter's runtime, with canaries around everything it gives out."""
+
+    def __init__(self) -> None:
+        from gpupack.device import InterpreterRuntime
+
+        self._inner = InterpreterRuntime()
+        self.device, self.lanes = self._inner.device, self._inner.lanes
+        self._given: list[Any] = []
+
+    def zeros(self, words: int, dtype: Any) -> Any:
+        memory = self._inner.zeros(words + 2 * GUARD, dtype)
+        memory[:GUARD] = memory[-GUARD:] = CANARY
+        self._given.append(memory)
+        return memory[GUARD:-GUARD]
+
+    host = zeros
+
+    def record(self) -> Any:
+        return self._inner.record()
+
+    def launch(self, *arguments: Any) -> None:
+        self._inner.launch(*arguments)
+
+    def check(self) -> None:
+        for memory in self._given:
+            assert (memory[:GUARD] == CANARY).all()
+            assert (memory[-GUARD:] == CANARY).all()
+
+
+def harness(block: int) -> Harness:
+    """Packers over the interpreted kernel with blocks of `block` rows."""
+
+    def make(config: PackerConfig, **options: Any) -> Packer:
+        from gpupack.backend_triton import TritonBackend
+
+        packer = Packer(config, **options)
+        packer.backend = TritonBackend(replace(config, device="interpret"), GuardedRuntime(), block=block)
+        return packer
+
+    def poison(packer: Packer, word: int) -> None:
+        packer.backend.runtime.check()
+        assert packer.backend._free
+        for buffer in packer.backend._free:
+            buffer.out_words.fill(word)
+
+    return Harness(f"interpreter, blocks of {block}", make, poison)
+
+
+# Batches of up to 8 rows: one block, two, and one for each row or two.
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_the_interpreted_kernel_equals_the_oracle(block: int) -> None:
+    @given(lives())
+    @settings(max_examples=LIVES)
+    def play(life: Life) -> None:
+        Play(harness(block), life.config, life.convey).play(life)
+
+    play()
+
+
+def test_the_default_policy_sends_everything_once() -> None:
+    @given(lives(policy=st.just(EmitPolicy()), always_return_logprob=True))
+    @settings(max_examples=LIVES)
+    def play(life: Life) -> None:
+        receiver = Receiver(harness(2), life.config, life.convey)
+        receiver.play(life)
+        receiver.abort_all()
+
+    play()
+
+
+@pytest.mark.parametrize("batch", [1, 15, 16, 17, 31, 32, 33])
+def test_batches_on_both_sides_of_a_block_equal_the_cpu_loop(batch: int) -> None:
+    config = PackerConfig(50, (2,), capacity=40, window=8, max_accept=3, stream_interval=3)
+    packers = [Packer(config), harness(16).make(config)]
+    random = np.random.default_rng(batch)
+    requests = [
+        Request(f"r{i}", return_logprob=bool(i % 2), judge="host" if i % 5 == 4 else "device") for i in range(batch)
+    ]
+    handles, same = (packer.admit(requests) for packer in packers)
+    assert handles.tolist() == same.tolist()
+    for _ in range(4):
+        rows = random.permutation(handles)
+        ids = random.integers(-1, 51, (batch, 3))
+        scores = random.random((batch, 4)).astype(np.float32)
+        lens = random.integers(0, 4, batch).astype(np.int32)
+        steps = [packer.step(rows, ids, accept_lens=lens, logprobs=scores).wait() for packer in packers]
+        assert steps[0].header_words == steps[1].header_words
+        for column in range(L.ROW_WIDTH):
+            assert steps[0].column(column).tolist() == steps[1].column(column).tolist()
+        assert steps[0].token_ids.tolist() == steps[1].token_ids.tolist()
+        assert steps[0].logprobs.tobytes() == steps[1].logprobs.tobytes()
+        for step in steps:
+            step.release()
+
+
+def test_an_impossible_accept_length_raises_at_the_take_in_and_closes_the_packer() -> None:
+    from gpupack.errors import ClosedError, StepFailedError
+
+    packer = harness(16).make(PackerConfig(50, capacity=4, window=8, max_accept=2))
+    handles = packer.admit([Request("a"), Request("b")])
+    ticket = packer.step(handles, np.zeros((2, 2), np.int64), accept_lens=np.array([1, 3], np.int32))
+    with pytest.raises(StepFailedError, match="step 1: the kernel reported launch 1, error 1"):
+        ticket.wait()
+    with pytest.raises(ClosedError):
+        packer.step(handles, np.zeros(2, np.int64))
