@@ -29,6 +29,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
+	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/interpret
 	$(BIN)/pytest -q
 
 bench: $(STAMP)
