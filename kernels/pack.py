@@ -86,11 +86,11 @@ def is_due(flags, visible, cursor, interval, POLICY: tl.constexpr):
     if C.POLICY_STREAM_UNSENT & POLICY:
         stream_due = (unsent >= interval) | ((cursor == 0) & (unsent > 0))
     else:
-        stream_due = visible % divisor == 1
+        stream_due = visible % interval == 1
     if C.POLICY_FORCE_UNSENT & POLICY:
         force_due = unsent >= interval
     else:
-        force_due = visible % divisor == 0
+        force_due = visible % interval == 0
     if C.POLICY_FIRST_TOKEN_FLUSH & POLICY:
         force_due = force_due | ((cursor == 0) & (unsent > 0))
     due = tl.where((flags & C.STATE_STREAM) != 0, (interval == 1) | stream_due, force_due)

@@ -7,7 +7,7 @@ from gpupack.kernels import aot
 from gpupack.kernels.launch import MAX_DEVICE_ACCEPT
 
 
-@pytest.mark.parametrize("variant", aot.variants(), ids=lambda variant: "-".join(map(str, variant)))
+@pytest.mark.parametrize("variant", list(aot.variants()), ids=lambda variant: "-".join(map(str, variant)))
 def test_fits_its_limits(variant: aot.Variant) -> None:
     taken = aot.resources(variant)
     assert taken.spills == 0
