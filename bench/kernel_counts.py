@@ -96,7 +96,8 @@ def count(work: Workload, block: int, warps: int) -> Row:
     mode = L.MODE_APPEND | L.MODE_PACK | L.MODE_LOGPROBS * work.logprobs
     for _ in range(SEEDS):
         backend.arena.copy_(arena)
-        backend.step(handles, given["token_ids"], given["accept_lens"], given["logprobs"], None, mode).result().release()
+        step = backend.step(handles, given["token_ids"], given["accept_lens"], given["logprobs"], None, mode)
+        step.result().release()
     runs = [stats for _, stats in runtime.launches]
     minimum = minimum_bytes(work)
 

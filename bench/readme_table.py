@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves the script's folder out
 from rows import RESULTS, ROOT, Row, read_rows
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"

@@ -213,6 +213,8 @@ class TritonBackend:
         words[L.LAUNCH_LOGPROB_STRIDE] = 0 if logprobs is None else logprobs.stride(0)
         words[L.LAUNCH_CONTROLLED] = control is not None
         words[L.LAUNCH_HAS_LOGPROBS] = logprobs is not None
+        widths = [array.shape[1] if array.ndim == 2 else 1 for array in (token_ids, logprobs) if array is not None]
+        words[L.LAUNCH_MAX_ACCEPT] = min(self.config.max_accept, *widths)
         if control is not None:
             if control.shape[1] != batch:
                 raise InputError(f"control: expected {batch} rows, one for each handle, got {control.shape[1]}")

@@ -212,8 +212,17 @@ LAUNCH_FIELDS = {
     "logprob_stride": "the same for logprobs",
     "controlled": "1: control rows follow",
     "has_logprobs": "1: there are logprobs",
+    "max_accept": "most tokens that a row may accept: the configuration's, or the inputs' width",
 }
-LAUNCH_BATCH, LAUNCH_MODE, LAUNCH_TOKEN_STRIDE, LAUNCH_LOGPROB_STRIDE, LAUNCH_CONTROLLED, LAUNCH_HAS_LOGPROBS = range(6)
+(
+    LAUNCH_BATCH,
+    LAUNCH_MODE,
+    LAUNCH_TOKEN_STRIDE,
+    LAUNCH_LOGPROB_STRIDE,
+    LAUNCH_CONTROLLED,
+    LAUNCH_HAS_LOGPROBS,
+    LAUNCH_MAX_ACCEPT,
+) = range(7)
 LAUNCH_WORDS = 8
 
 SCAN_AXES = {

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from gpupack.kernels.launch import kernel_constants, launch_shape
+from gpupack.kernels.pack import pack_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.kernels.launch import kernel_constants, launch_shape
-from gpupack.kernels.pack import pack_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -47,7 +47,7 @@ class Variant(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """What a variant takes: registers a thread, bytes of spills and local memory a thread, of shared memory, of code."""
+    """What a variant takes: registers, bytes of spills and of local memory a thread; of shared memory; of code."""
 
     registers: int
     spills: int
@@ -111,9 +111,9 @@ def _cuda_resources(built: Any, arch: int) -> Resources:
 
     suffix = "a" if arch >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "pack.ptx")
+        source, binary = Path(folder, "pack.ptx"), Path(folder, "pack.cubin")
         source.write_text(built.asm["ptx"])
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", source, "-o", Path(folder, "pack.cubin")]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", source, "-o", binary]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
     def number(pattern: str) -> int:

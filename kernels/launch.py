@@ -8,7 +8,7 @@ from gpupack.config import PackerConfig
 
 BLOCK = 128  # rows a program, one a thread: the fewest sectors and instructions of what was counted (CUDA.md)
 THREADS = 128
-TILE = 1024  # most items of all runs in a program; with more, registers spill
+TILE = 512  # most items of all runs in a program; with more, registers spill
 MAX_DEVICE_ACCEPT = 128  # the run of a row is one tile
 
 
@@ -36,7 +36,6 @@ def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]
     return {
         "CAPACITY": config.capacity,
         "WINDOW": config.window,
-        "MAX_ACCEPT": config.max_accept,
         "MAX_ITEMS": config.max_items,
         "BACKLOG_LIMIT": config.backlog_limit,
         "VOCAB_SIZE": config.vocab_size,

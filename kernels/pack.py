@@ -193,13 +193,12 @@ def pack_kernel(
     scan_ptr,  # int64: launch number, then words [SCAN axes, BLOCKS]
     CAPACITY: tl.constexpr,
     WINDOW: tl.constexpr,
-    MAX_ACCEPT: tl.constexpr,
     MAX_ITEMS: tl.constexpr,
     BACKLOG_LIMIT: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     POLICY: tl.constexpr,
     LOGPROBS: tl.constexpr,
-    ACCEPT: tl.constexpr,  # MAX_ACCEPT, rounded up to a power of two
+    ACCEPT: tl.constexpr,  # longest run, rounded up to a power of two
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # most blocks of a launch, a power of two
 ):
@@ -236,7 +235,11 @@ def pack_kernel(
     accept = tl.load(accept_lens_ptr + offs_row, mask=live & appending, other=0)
     has_scores = live & ((flags & C.STATE_LOGPROBS) != 0)
     without_scores = rows_if(1 - tl.load(control_ptr + C.LAUNCH_HAS_LOGPROBS), offs_row, batch)
-    error = live & ((accept < 0) | (accept > MAX_ACCEPT) | (has_scores & (accept > 0) & without_scores))
+    error = live & (
+        (accept < 0)
+        | (accept > tl.load(control_ptr + C.LAUNCH_MAX_ACCEPT))
+        | (has_scores & (accept > 0) & without_scores)
+    )
     live = live & ~error
     accept = tl.where(live, accept, 0)
     has_scores = has_scores & live

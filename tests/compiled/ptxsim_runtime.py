@@ -35,7 +35,7 @@ def reads_reused_slot(race: Any) -> bool:
 
     Allowed only in batches where a row with an ended handle names the slot of a live row: no other two
     rows can meet there. Such a row is stale whatever it reads, since the generation decides, and that
-    word no launch writes; what it reads beside is not used.
+    word a launch only writes back as it was; what the row reads beside is not used.
     """
     return bool(race.arg == "arena_ptr" and race.kind == "read-write" and race.scope == "grid")
 
@@ -76,7 +76,7 @@ class PtxSimRuntime:
     allow: list[Callable[[Any], bool]] = field(default_factory=list)
     memory: GuardedMemory = field(default_factory=GuardedMemory)
     launches: list[Any] = field(default_factory=list)  # (programs, Stats) of every launch
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     lanes: int = 32
 
     def zeros(self, words: int, dtype: torch.dtype) -> Tensor:

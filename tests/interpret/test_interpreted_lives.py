@@ -119,6 +119,18 @@ def test_batches_on_both_sides_of_a_block_equal_the_cpu_loop(batch: int) -> None
             step.release()
 
 
+@pytest.mark.parametrize("logprobs", [None, np.zeros((2, 1), np.float32)], ids=["token_ids", "logprobs"])
+def test_an_accept_length_beyond_the_inputs_width_is_impossible(logprobs: Any) -> None:
+    from gpupack.errors import StepFailedError
+
+    packer = harness(16).make(PackerConfig(50, capacity=4, window=8, max_accept=3))
+    handles = packer.admit([Request("a"), Request("b", return_logprob=logprobs is not None)])
+    ids = np.zeros((2, 1 if logprobs is None else 3), np.int64)
+    ticket = packer.step(handles, ids, accept_lens=np.array([1, 2], np.int32), logprobs=logprobs)
+    with pytest.raises(StepFailedError, match="error 1"):
+        ticket.wait()
+
+
 def test_an_impossible_accept_length_raises_at_the_take_in_and_closes_the_packer() -> None:
     from gpupack.errors import ClosedError, StepFailedError
 
