@@ -7,19 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves the script's folder out
-from rows import RESULTS, ROOT, Row, read_rows
+from rows import RESULTS, ROOT, Row, read_rows, write_between
 
-BEGIN, END = "<!-- counts: begin -->", "<!-- counts: end -->"
 SHAPES = ((32, 1), (32, 4), (64, 2), (128, 4), (256, 8))
 
 
 def main() -> None:
     """Rewrite the part between the marks."""
-    page = ROOT / "CUDA.md"
-    head, rest = page.read_text("utf-8").split(BEGIN)
-    _, tail = rest.split(END)
-    page.write_text(f"{head}{BEGIN}\n\n{table(read_rows(RESULTS / 'kernel_counts.jsonl'))}\n\n{END}{tail}", "utf-8")
-    sys.stdout.write(f"{page} written\n")
+    write_between(ROOT / "CUDA.md", "counts", table(read_rows(RESULTS / "kernel_counts.jsonl")))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves the script's folder out
-from rows import RESULTS, ROOT, Row, read_rows
+from rows import RESULTS, ROOT, Row, read_rows, write_between
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 HEAD = (
     "requests", "interval", "logprobs", "loop + pickle + send", "gpupack: pack, frame, send", "ratio",
     "receiver: unpickle", "gpupack: verified views", "ratio", "deltas", "ratio", "bytes per row",
@@ -20,12 +19,7 @@ CHOSEN += [(1024, 1, True), (1024, 8, False), (1024, 50, False)]
 
 def main() -> None:
     """Rewrite the part between the marks."""
-    rows = read_rows(RESULTS / "bench_step.jsonl")
-    page = ROOT / "README.md"
-    head, rest = page.read_text("utf-8").split(BEGIN)
-    _, tail = rest.split(END)
-    page.write_text(f"{head}{BEGIN}\n\n{results(rows)}\n\n{END}{tail}", "utf-8")
-    sys.stdout.write(f"{page} written\n")
+    write_between(ROOT / "README.md", "results", results(read_rows(RESULTS / "bench_step.jsonl")))
 
 
 def results(rows: Sequence[Row]) -> str:

@@ -52,6 +52,14 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def write_between(page: Path, name: str, text: str) -> None:
+    """Put `text` between the marks `<!-- name: begin -->` and `<!-- name: end -->` of a Markdown page."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, rest = page.read_text("utf-8").split(begin)
+    _, tail = rest.split(end)
+    page.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}", "utf-8")
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
