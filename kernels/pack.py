@@ -2,7 +2,7 @@
 
 The same rule as `gpupack/loop.py`, to the bit, for a block of the batch a program. Everything a
 program reads of a slot it reads first; a barrier; then it writes. Blocks learn the sums of the blocks
-before them through one 64-bit word an axis, a launch number above a count (CUDA.md).
+before them through one 64-bit word each, a launch number above a count, and sums stored before it (CUDA.md).
 """
 
 from __future__ import annotations
