@@ -21,10 +21,6 @@ from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 
-_ERRORS = {
-    L.ERROR_ACCEPT_LEN: "accept_lens out of range, or no logprobs for a request that asked",
-}
-
 
 def make_runtime(device: str) -> DeviceRuntime:
     """The runtime for `PackerConfig.device`; ConfigError if it cannot be had here."""
@@ -53,9 +49,9 @@ class _Buffer:
 
 
 class DeviceStep:
-    """A launch in flight: its buffer, its event, and the input tensors it still reads."""
+    """A launch in flight: its buffer and its event."""
 
-    __slots__ = ("_backend", "_buffer", "_event", "_inputs", "_layout", "_packed", "_with_logprobs", "number")
+    __slots__ = ("_backend", "_buffer", "_event", "_layout", "_packed", "_with_logprobs", "number")
 
     def __init__(
         self, backend: TritonBackend, buffer: _Buffer, event: Event, number: int, layout: L.PackedLayout, scores: bool
@@ -77,10 +73,12 @@ class DeviceStep:
         if self._packed is None:
             self._event.synchronize()
             words = self._buffer.out_words
-            if words[L.H_LAUNCH] != self.number or words[L.H_ERROR]:
+            launch, error = int(words[L.H_LAUNCH]), int(words[L.H_ERROR])
+            if launch != self.number or error:
+                cause = "accept_lens out of range, or no logprobs for a request that asked"
                 raise StepFailedError(
-                    f"step {self.number}: the kernel reported launch {words[L.H_LAUNCH]}, error {words[L.H_ERROR]} "
-                    f"({_ERRORS[L.ERROR_ACCEPT_LEN] if words[L.H_ERROR] else 'launch numbers differ'})"
+                    f"step {self.number}: the kernel reported launch {launch}, error {error} "
+                    f"({cause if error == L.ERROR_INPUT else 'launch numbers differ'})"
                 )
             scores = self._with_logprobs or bool(words[L.H_LOGPROBS])
             self._packed = PackedStep(words, self._layout, scores, self._release)
@@ -162,7 +160,11 @@ class TritonBackend:
         control: NDArray[np.int32] | None,
         mode: int,
     ) -> DeviceStep:
-        """Launch a step on the current stream; see Packer.step. No synchronisation, no device allocation."""
+        """Launch a step on the current stream; see Packer.step.
+
+        No synchronisation and no device allocation as long as token ids and logprobs are on the device;
+        those on the host are copied there first. Handles and lengths on the host are read where they are staged.
+        """
         from gpupack.kernels.pack import pack_kernel
 
         if not self._free:

@@ -237,8 +237,7 @@ SCAN_SECOND, SCAN_THIRD, SCAN_ERROR = 10, 20, 30  # first bit of the counters in
 SCAN_COUNT_MASK = 0x3FF  # so a block has fewer than 1024 rows
 SCAN_HEADER = 1  # 64-bit words before the axes: the launch number
 
-ERROR_ACCEPT_LEN = 1  # a row's accept_lens was out of range
-ERROR_NO_LOGPROBS = 2  # a request asked for logprobs and none came
+ERROR_INPUT = 1  # the header's error word: accept_lens out of range, or no logprobs for a request that asked
 
 # --- Frame: sections of the wire (docs/wire.md) ---------------------------------------------------
 

@@ -53,7 +53,7 @@ def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     from gpupack.demo.verify import expected_output
     from gpupack.stop_strings import StopStringJudge
 
-    # One core is the receiver's; with all of them a step on a busy two-core machine takes 40 times as long.
+    # One core is the receiver's; with all of them, threads spin against it at every barrier.
     torch.set_num_threads(max((os.cpu_count() or 2) - 1, 1))
     longest = max(prompt.max_new_tokens for prompt in PROMPTS)
     model = SlotModel.load(num_slots=running, max_len=MAX_PROMPT + longest, device=device)

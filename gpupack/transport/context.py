@@ -15,7 +15,7 @@ def context_of_batch_threads() -> Context:
     """A context whose thread does not preempt the one that wakes it.
 
     Where cores are few, zmq's thread otherwise runs first and the scheduler waits for it: handing over
-    6 KB took 51 us instead of 4.5 us on two busy cores, and the receiver had it no earlier.
+    a frame takes several times as long, and the receiver has it no earlier.
     """
     context: Context = zmq.Context()
     if hasattr(os, "SCHED_BATCH"):
