@@ -15,7 +15,14 @@ export TRITON_DEFAULT_FP_FUSION := 1
 VENV36 := .venv-triton36
 STAMP36 := $(VENV36)/.installed
 
-.PHONY: demo test lint bench check-compiled check-compiled-full clean
+# The real SGLang, each version in an environment of its own, whose pins stay its own.
+SGLANG_VERSIONS := 0.5.16 0.5.23
+SGLANG_VENV := .venv-sglang-
+SGLANG_MODELS := .sglang-models
+SGLANG_SETUP := ../shared/sglang_cpu
+SGLANG_STAMPS := $(SGLANG_VERSIONS:%=$(SGLANG_VENV)%/.installed)
+
+.PHONY: demo test lint bench check-compiled check-compiled-full test-sglang test-sglang-full clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +39,14 @@ $(STAMP36): pyproject.toml constraints.txt
 	$(VENV36)/bin/python -m pip -q --disable-pip-version-check install --no-deps --no-build-isolation -e .
 	touch $@
 
+$(SGLANG_STAMPS): $(SGLANG_VENV)%/.installed: pyproject.toml constraints.txt $(SGLANG_SETUP)/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	env -u PIP_CONSTRAINT $(SGLANG_SETUP)/setup.sh $(@D) $(SGLANG_MODELS) $*
+	env -u PIP_CONSTRAINT $(@D)/bin/python -m pip -q --disable-pip-version-check install \
+		$$(grep -E '^(pytest|pytest-timeout|hypothesis)==' constraints.txt)
+	env -u PIP_CONSTRAINT $(@D)/bin/python -m pip -q --disable-pip-version-check install --no-deps --no-build-isolation -e .
+	touch $@
+
 demo: $(STAMP)
 	$(BIN)/gpupack demo
 
@@ -46,11 +61,21 @@ test: lint
 
 # The kernel as the real compiler makes it, executed by a simulator; BATCHES are those of an environment.
 check-compiled: $(STAMP) $(STAMP36)
-	GPUPACK_BATCHES=$(or $(BATCHES),54) $(VENV36)/bin/pytest -q tests/compiled/test_compiled_lives.py tests/compiled/test_compiled_edges.py
+	GPUPACK_BATCHES=$(or $(BATCHES),54) $(VENV36)/bin/pytest -q tests/compiled/test_compiled_lives.py tests/compiled/test_compiled_edges.py tests/compiled/test_compiled_gather.py
 	GPUPACK_BATCHES=$(or $(BATCHES),540) $(BIN)/pytest -q tests/compiled
 
 check-compiled-full:
 	$(MAKE) check-compiled BATCHES=1008
+
+# Our columns against those of the real streamer, over both of its wires; STEPS are random steps of each version and wire.
+test-sglang: $(SGLANG_STAMPS)
+	for version in $(SGLANG_VERSIONS); do for pickled in 1 0; do \
+		SGLANG_USE_PICKLE_IPC=$$pickled GPUPACK_SGLANG_STEPS=$(or $(STEPS),2000) \
+			GPUPACK_SGLANG_MODELS=$(CURDIR)/$(SGLANG_MODELS) $(SGLANG_VENV)$$version/bin/pytest -q tests/sglang || exit 1; \
+	done; done
+
+test-sglang-full:
+	$(MAKE) test-sglang STEPS=20000
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_step.py
@@ -58,4 +83,4 @@ bench: $(STAMP)
 	$(BIN)/python bench/readme_table.py
 
 clean:
-	rm -rf $(VENV) $(VENV36) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV36) $(SGLANG_VENV)* $(SGLANG_MODELS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,9 +12,12 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 TABLES = (
     ("State, int32 `[capacity, 16]`, 64 bytes a slot", L.STATE_FIELDS, L.WORD),
+    ("Speculative counters, int32; histograms of correct drafts and cap lens follow", L.SPEC_FIELDS, L.WORD),
     ("Control, int32 `[5, batch]`", L.CONTROL_FIELDS, 0),
     ("Launch words, in front of the control rows", L.LAUNCH_FIELDS, L.WORD),
-    ("Scan words, int64 `[5, blocks]`, behind the launch number", L.SCAN_AXES, 0),
+    ("Addresses of the inputs, 64 bits each, behind the launch words", L.LAUNCH_INPUTS, 2 * L.WORD),
+    ("Scan words, int64 `[6, blocks]`, behind the launch number", L.SCAN_AXES, 0),
+    ("Gather: launch words, in front of the row numbers", L.GATHER_FIELDS, L.WORD),
     ("Packed step: header, 64 bytes", L.HEADER_FIELDS, L.WORD),
     ("Packed step: row columns, int32", L.ROW_FIELDS, 0),
     ("Finish codes", L.FINISH_CODES, 0),

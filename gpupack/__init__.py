@@ -24,6 +24,7 @@ except PackageNotFoundError:  # a source tree that was never installed
 _LAZY = {
     "OutputStreamer": "gpupack.streamer",
     "SendReport": "gpupack.streamer",
+    "EmbeddingGather": "gpupack.embeddings",
     "OutputSender": "gpupack.transport.sender",
     "OutputReceiver": "gpupack.transport.receiver",
     "Delta": "gpupack.transport.receiver",
@@ -37,6 +38,7 @@ __all__ = [
     "Control",
     "Delta",
     "Detokenizer",
+    "EmbeddingGather",
     "EmitPolicy",
     "GpupackError",
     "InputError",

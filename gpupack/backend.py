@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gpupack import layout as L
+from gpupack.inputs import StepInputs
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 
@@ -39,18 +41,14 @@ class Backend(Protocol):
         """Copy of a slot's state, int32 `[STATE_WIDTH]`; may synchronise."""
         ...
 
-    def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
-        """Copy of a ring's output items [begin, end), int32; may synchronise."""
+    def spec_row(self, slot: int) -> NDArray[np.int32]:
+        """Copy of a slot's speculative counters, int32 `[spec_width]`; may synchronise."""
         ...
 
-    def step(
-        self,
-        handles: Any,
-        token_ids: Any,
-        accept_lens: Any,
-        logprobs: Any,
-        control: NDArray[np.int32] | None,
-        mode: int,
-    ) -> Launched:
+    def unsent(self, slot: int, begin: int, end: int, channel: int = L.CHANNEL_TOKENS) -> NDArray[np.int32]:
+        """Copy of a channel's output items [begin, end), int32; may synchronise."""
+        ...
+
+    def step(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> Launched:
         """One step, see Packer.step; `mode` has `layout.MODE_*` bits."""
         ...

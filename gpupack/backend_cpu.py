@@ -16,6 +16,8 @@ from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.control import NO_CONTROL
 from gpupack.errors import BufferBusyError, InputError
+from gpupack.host_optional import NO_OPTIONAL, HostOptional, OptionalInputs
+from gpupack.inputs import StepInputs
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 from gpupack.state import HostArenas
@@ -30,6 +32,10 @@ _CAUSES = {
     check.BAD_FINISHED_LEN: "control.finished_len: expected -1 to the output length {new_len}, got {finished_len}",
     check.BAD_VISIBLE_LEN: "control.visible_len: expected -1 or within {limit} tokens of {new_len}, got {visible_len}",
     check.NO_LOGPROBS: "logprobs: expected, the request of handle {handle} asked for them, got None",
+    check.NO_TOP_LOGPROBS: "top_logprobs_val: expected as many as handle {handle} asked for, got {top}",
+    check.NO_IDS_LOGPROBS: "token_ids_logprobs_val: expected as many as handle {handle} asked for, got {ids}",
+    check.BAD_BLOCK_LEN: "block_accept_lens: expected at least 0, got {block}",
+    check.BAD_CAP_LEN: "cap_lens: expected 0 to {most}, got {cap}",
 }
 
 
@@ -52,6 +58,12 @@ class CpuBackend:
         self._ones = np.ones(config.batch_capacity, np.int32)
         self._launch = 0
         self._checks = 0  # marks a slot as seen in this batch; refused calls count here, not as launches
+        self._optional = HostOptional(config, self.arenas) if config.family_width or config.speculative else None
+        self._pack = loop.pack_batch
+        if self._optional is not None:
+            from gpupack.loop_with_optional import pack_batch_with_optional
+
+            self._pack = pack_batch_with_optional
 
     def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
         """Begin handles; see HostArenas.install."""
@@ -65,42 +77,43 @@ class CpuBackend:
         """Copy of a slot's state, int32 `[STATE_WIDTH]`."""
         return self.arenas.state[slot].copy()
 
-    def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
-        """Copy of ring items; see HostArenas.unsent."""
-        return self.arenas.unsent(slot, begin, end, logprobs=logprobs)
+    def spec_row(self, slot: int) -> NDArray[np.int32]:
+        """Copy of a slot's speculative counters, int32 `[spec_width]`."""
+        return self.arenas.spec[slot].copy()
 
-    def step(
-        self,
-        handles: Any,
-        token_ids: Any,
-        accept_lens: Any,
-        logprobs: Any,
-        control: NDArray[np.int32] | None,
-        mode: int,
-    ) -> PackedStep:
+    def unsent(self, slot: int, begin: int, end: int, channel: int = L.CHANNEL_TOKENS) -> NDArray[np.int32]:
+        """Copy of ring items; see HostArenas.unsent."""
+        return self.arenas.unsent(slot, begin, end, channel)
+
+    def step(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> PackedStep:
         """Dense inputs: token_ids `[B]` or `[B, T]`, logprobs `[B]` or `[B, S]`; see Packer.step."""
         handles = host_array("handles", handles, (np.int64,), (1,))
         batch = handles.shape[0]
-        if token_ids is None:
+        if inputs.token_ids is None:
             return self.step_ragged(handles, None, _NOTHING, _dense_starts(batch, 0), None, None, control, mode)
-        token_ids = host_array("token_ids", token_ids, (np.int64, np.int32), (1, 2))
+        token_ids = host_array("token_ids", inputs.token_ids, (np.int64, np.int32), (1, 2))
         check_rows("token_ids", token_ids, batch)
         width = token_ids.shape[1] if token_ids.ndim == 2 else 1
+        accept_lens = inputs.accept_lens
         if accept_lens is not None:
             accept_lens = host_array("accept_lens", accept_lens, (np.int32, np.int64), (1,))
             check_rows("accept_lens", accept_lens, batch)
             if accept_lens.dtype == np.int64:  # clipped, so that no bad length wraps to a good one
                 accept_lens = np.clip(accept_lens, -1, np.iinfo(np.int32).max).astype(np.int32)
-        score_starts = None
+        logprobs, score_starts = inputs.logprobs, None
         if logprobs is not None:
             logprobs = host_array("logprobs", logprobs, (np.float32,), (1, 2))
             check_rows("logprobs", logprobs, batch)
             score_width = logprobs.shape[1] if logprobs.ndim == 2 else 1
             width = min(width, score_width)
             logprobs, score_starts = logprobs.reshape(-1), _dense_starts(batch, score_width)
+        optional = NO_OPTIONAL
+        if self._optional is not None:
+            optional = self._optional.dense(inputs, batch)
+            width = min(width, optional.positions)
         starts = _dense_starts(batch, token_ids.shape[1] if token_ids.ndim == 2 else 1)
         return self.step_ragged(
-            handles, accept_lens, token_ids.reshape(-1), starts, logprobs, score_starts, control, mode, width
+            handles, accept_lens, token_ids.reshape(-1), starts, logprobs, score_starts, control, mode, width, optional
         )
 
     def step_ragged(
@@ -114,6 +127,7 @@ class CpuBackend:
         control: NDArray[np.int32] | None,
         mode: int,
         width: int | None = None,
+        optional: OptionalInputs = NO_OPTIONAL,
     ) -> PackedStep:
         """Runs given by start and length; `width` bounds the lengths beside `max_accept`."""
         config = self.config
@@ -132,26 +146,29 @@ class CpuBackend:
         self._checks += 1
         cause, row = check.check_batch(
             self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, self._backlog_limit,
-            logprobs is not None, self._checks,
+            config.family_limit, logprobs is not None, self._checks, optional.top_width, optional.ids_width,
+            optional.block_accept_lens, optional.cap_lens, config.max_accept,
         )  # fmt: skip
         if cause != check.OK:
-            raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode)
+            raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode, optional)
         if not self._free:
             raise BufferBusyError(f"step: all {config.buffers} packed steps are in use; release an earlier one first")
         out = self._free.pop()
         self._launch += 1
         layout = self.layout(batch)
-        loop.pack_batch(
-            self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, handles, accept_lens, token_ids,
-            token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens, layout.logprobs, mode,
-            self._policy, self._backlog_limit, config.vocab_size, self._launch,
+        arrays = None if self._optional is None else self._optional.arrays(optional)
+        self._pack(
+            self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, arrays, handles, accept_lens,
+            token_ids, token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens,
+            layout.logprobs, layout.families, mode, self._policy, self._backlog_limit, config.family_limit,
+            config.vocab_size, self._launch,
         )  # fmt: skip
         with_logprobs = config.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
-        return PackedStep(out, layout, with_logprobs, self._free.append)
+        return PackedStep(out, layout, with_logprobs, self._free.append, spec_width=config.spec_width)
 
     def layout(self, batch: int) -> L.PackedLayout:
         """Where the sections of a packed step of `batch` rows lie."""
-        return L.packed_layout(batch, self.config.max_items, self.config.logprobs)
+        return L.packed_layout(batch, self.config.packed_shape)
 
     def _input_error(
         self,
@@ -162,6 +179,7 @@ class CpuBackend:
         control: NDArray[np.int32],
         max_accept: int,
         mode: int,
+        optional: OptionalInputs,
     ) -> InputError:
         handle = int(handles[row])
         accept = int(accept_lens[row]) if mode & L.MODE_APPEND else 0
@@ -174,7 +192,12 @@ class CpuBackend:
             code=asked[L.CONTROL_FINISH_CODE],
             finished_len=asked[L.CONTROL_FINISHED_LEN],
             visible_len=asked[L.CONTROL_VISIBLE_LEN],
-            limit=self.config.backlog_limit,
+            limit=self.config.visible_limit,
             new_len=int(self.arenas.state[handle & 0xFFFFFFFF, L.OUTPUT_LEN]) + accept,
+            top=optional.top_width,
+            ids=optional.ids_width,
+            block=optional.block_accept_lens[row] if len(optional.block_accept_lens) else 0,
+            cap=optional.cap_lens[row] if len(optional.cap_lens) else 0,
+            most=self.config.max_accept,
         )
         return InputError(f"{text} (row {row})")

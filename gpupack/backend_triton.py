@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpupack import layout as L
+from gpupack.arena_places import ArenaPlaces
 from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.device import CudaRuntime, DeviceRuntime, Event, InterpreterRuntime
+from gpupack.device_inputs import INPUTS, LENS
 from gpupack.errors import BufferBusyError, ConfigError, InputError, StepFailedError
+from gpupack.inputs import StepInputs
 from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
@@ -43,9 +46,11 @@ class _Buffer:
         self.out = runtime.host(words, torch.int32)
         self.control = runtime.host(L.LAUNCH_WORDS + L.CONTROL_WIDTH * config.batch_capacity, torch.int32)
         self.handles = runtime.host(config.batch_capacity, torch.int64)
-        self.accept_lens = runtime.host(config.batch_capacity, torch.int32)
+        self.lens = {name: runtime.host(config.batch_capacity, torch.int32) for name in LENS}
         self.out_words: NDArray[np.int32] = self.out.numpy()
         self.control_words: NDArray[np.int32] = self.control.numpy()
+        addresses = self.control_words[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS]
+        self.addresses: NDArray[np.int64] = addresses.view(np.int64)
 
 
 class DeviceStep:
@@ -75,13 +80,14 @@ class DeviceStep:
             words = self._buffer.out_words
             launch, error = int(words[L.H_LAUNCH]), int(words[L.H_ERROR])
             if launch != self.number or error:
-                cause = "accept_lens out of range, or no logprobs for a request that asked"
+                cause = "accept_lens or other lens out of range, or too few logprobs for a request that asked"
                 raise StepFailedError(
                     f"step {self.number}: the kernel reported launch {launch}, error {error} "
                     f"({cause if error == L.ERROR_INPUT else 'launch numbers differ'})"
                 )
             scores = self._with_logprobs or bool(words[L.H_LOGPROBS])
-            self._packed = PackedStep(words, self._layout, scores, self._release)
+            spec_width = self._backend.config.spec_width
+            self._packed = PackedStep(words, self._layout, scores, self._release, spec_width=spec_width)
         return self._packed
 
     def _release(self, _: NDArray[np.int32]) -> None:
@@ -102,12 +108,12 @@ class TritonBackend:
         self.config = config
         self.runtime = runtime or make_runtime(config.device)
         self.shape: LaunchShape = launch_shape(config, block, warps, self.runtime.lanes)
-        words = config.capacity * (L.STATE_WIDTH + config.window * (2 if config.logprobs else 1))
-        self.arena = self.runtime.zeros(words, torch.int32)
+        self._arenas = ArenaPlaces(config)
+        self.arena = self.runtime.zeros(self._arenas.words, torch.int32)
         self.scan = self.runtime.zeros(L.SCAN_HEADER + len(L.SCAN_AXES) * self.shape.blocks, torch.int64)
         self.scan[0] = 1
         self._ones = self.runtime.zeros(config.batch_capacity, torch.int32) + 1
-        size = L.packed_layout(config.batch_capacity, config.max_items, config.logprobs).size
+        size = L.packed_layout(config.batch_capacity, config.packed_shape).size
         self._free = [_Buffer(self.runtime, config, size) for _ in range(config.buffers)]
         self._constants = kernel_constants(config, self.shape)
         self._launch = 0
@@ -117,20 +123,8 @@ class TritonBackend:
 
     def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
         """Begin handles in stream order: write their state, and what a resumed one has not sent yet."""
-        config = self.config
-        index = [slots[:, None] * L.STATE_WIDTH + np.arange(L.STATE_WIDTH)]
-        values = [rows]
-        for slot, resume in zip(slots.tolist(), resumes, strict=True):
-            base = config.capacity * L.STATE_WIDTH + slot * config.window
-            scores = np.asarray(resume.unsent_logprobs, np.float32).view(np.int32)
-            for start, cursor, items in (
-                (base, resume.token_cursor, resume.unsent_tokens),
-                (base + config.capacity * config.window, resume.logprob_cursor, scores),
-            ):
-                if len(items):
-                    index.append(start + np.arange(cursor, cursor + len(items)) % config.window)
-                    values.append(np.asarray(items, np.int32))
-        self._write(np.concatenate([part.ravel() for part in index]), np.concatenate([part.ravel() for part in values]))
+        index, values = self._arenas.installed(slots, rows, resumes)
+        self._write(index, values)
 
     def end(self, slots: NDArray[np.int64]) -> None:
         """End handles in stream order: launches enqueued from now on find no live slot."""
@@ -141,25 +135,22 @@ class TritonBackend:
         """Copy of a slot's state, int32 `[STATE_WIDTH]`; waits for all launches (retraction only)."""
         return self.arena[slot * L.STATE_WIDTH : (slot + 1) * L.STATE_WIDTH].cpu().numpy()
 
-    def unsent(self, slot: int, begin: int, end: int, *, logprobs: bool = False) -> NDArray[np.int32]:
-        """Copy of the ring's output items [begin, end), int32; waits for all launches (retraction only)."""
-        config = self.config
-        ring = config.capacity * L.STATE_WIDTH + (config.capacity * config.window if logprobs else 0)
-        start = ring + slot * config.window
-        items: NDArray[np.int32] = self.arena[start : start + config.window].cpu().numpy()
-        return items[np.arange(begin, end) % config.window]
+    def spec_row(self, slot: int) -> NDArray[np.int32]:
+        """Copy of a slot's speculative counters, int32 `[spec_width]`; waits for all launches (retraction only)."""
+        width = self.config.spec_width
+        start = self._arenas.spec + slot * width
+        return self.arena[start : start + width].cpu().numpy()
+
+    def unsent(self, slot: int, begin: int, end: int, channel: int = L.CHANNEL_TOKENS) -> NDArray[np.int32]:
+        """Copy of a channel's output items [begin, end), int32; waits for all launches (retraction only)."""
+        start, places = self._arenas.ring(slot, channel, int(self.state_row(slot)[L.WIDTHS]))
+        words = int(places.max(initial=-1)) + 1
+        items: NDArray[np.int32] = self.arena[start : start + words].cpu().numpy()
+        return items[places[np.arange(begin, end) % len(places)]].ravel()
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        handles: Any,
-        token_ids: Any,
-        accept_lens: Any,
-        logprobs: Any,
-        control: NDArray[np.int32] | None,
-        mode: int,
-    ) -> DeviceStep:
+    def step(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> DeviceStep:
         """Launch a step on the current stream; see Packer.step.
 
         No synchronisation and no device allocation as long as token ids and logprobs are on the device;
@@ -175,23 +166,19 @@ class TritonBackend:
         batch = len(handles)
         if batch > self.config.batch_capacity:
             raise InputError(f"handles: expected at most max_batch = {self.config.batch_capacity} rows, got {batch}")
-        handles = self._input("handles", handles, torch.int64, (1,), batch, buffer.handles)
-        lens = self._ones[:batch] if accept_lens is None else accept_lens
-        lens = self._input("accept_lens", lens, torch.int32, (1,), batch, buffer.accept_lens)
-        token_ids = handles if token_ids is None else self._input("token_ids", token_ids, None, (1, 2), batch)
-        scores = self._ones if logprobs is None else self._input("logprobs", logprobs, torch.float32, (1, 2), batch)
-        self._write_control(buffer, batch, mode, token_ids, scores if logprobs is not None else None, control)
+        taken = self._taken(handles, inputs, batch, buffer)
+        self._write_control(buffer, batch, mode, taken, control)
         self._free.pop()
         self._launch = self._launch % (2**31 - 1) + 1
-        score_bits = scores if scores.dtype == torch.int32 else scores.view(torch.int32)
         self.runtime.launch(
             pack_kernel,
             max(-(-batch // self.shape.block), 1),
-            (self.arena, handles, token_ids, lens, score_bits, buffer.control, buffer.out, self.scan),
+            (self.arena, buffer.control, buffer.out, self.scan),
             self._constants,
             self.shape.warps,
+            taken,
         )
-        layout = L.packed_layout(batch, self.config.max_items, self.config.logprobs)
+        layout = L.packed_layout(batch, self.config.packed_shape)
         with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS)
         return DeviceStep(self, buffer, self.runtime.record(), self._launch, layout, with_logprobs)
 
@@ -199,60 +186,74 @@ class TritonBackend:
         """A reader is done with a buffer."""
         self._free.append(buffer)
 
+    def _taken(self, handles: Any, inputs: StepInputs, batch: int, buffer: _Buffer) -> list[Tensor | None]:
+        """The inputs of a launch in the order of `layout.LAUNCH_INPUTS`, where the kernel can read them."""
+        config = self.config
+        taken: list[Tensor | None] = [self._input("handles", handles, batch, buffer.handles)]
+        lens = self._ones if inputs.accept_lens is None else inputs.accept_lens
+        given = inputs._replace(accept_lens=lens[:batch] if inputs.accept_lens is None else lens)
+        if not config.max_top_logprobs:
+            given = given._replace(top_logprobs_val=None, top_logprobs_idx=None)
+        if not config.max_token_ids_logprobs:
+            given = given._replace(token_ids_logprobs_val=None)
+        if not config.speculative:
+            given = given._replace(block_accept_lens=None, cap_lens=None)
+        for name in list(L.LAUNCH_INPUTS)[1:]:
+            value = getattr(given, name)
+            taken.append(None if value is None else self._input(name, value, batch, buffer.lens.get(name)))
+        top_val, top_idx = taken[L.ADDRESS_TOP_VAL], taken[L.ADDRESS_TOP_IDX]
+        if (top_val is None) != (top_idx is None):
+            raise InputError("top_logprobs_val, top_logprobs_idx: expected both or none, got one")
+        if top_val is not None and top_idx is not None and top_val.shape != top_idx.shape:
+            raise InputError(f"top_logprobs_idx: expected shape {tuple(top_val.shape)}, got {tuple(top_idx.shape)}")
+        return taken
+
     def _write_control(
-        self,
-        buffer: _Buffer,
-        batch: int,
-        mode: int,
-        token_ids: Tensor,
-        logprobs: Tensor | None,
-        control: NDArray[np.int32] | None,
+        self, buffer: _Buffer, batch: int, mode: int, taken: list[Tensor | None], control: NDArray[np.int32] | None
     ) -> None:
         words = buffer.control_words
+        ids, scores = taken[L.ADDRESS_TOKEN_IDS], taken[L.ADDRESS_LOGPROBS]
+        top_val, top_idx, ids_val = (taken[i] for i in (L.ADDRESS_TOP_VAL, L.ADDRESS_TOP_IDX, L.ADDRESS_IDS_VAL))
         words[L.LAUNCH_BATCH] = batch
         words[L.LAUNCH_MODE] = mode
-        words[L.LAUNCH_TOKEN_STRIDE] = token_ids.stride(0)
-        words[L.LAUNCH_LOGPROB_STRIDE] = 0 if logprobs is None else logprobs.stride(0)
         words[L.LAUNCH_CONTROLLED] = control is not None
-        words[L.LAUNCH_HAS_LOGPROBS] = logprobs is not None
-        widths = [array.shape[1] if array.ndim == 2 else 1 for array in (token_ids, logprobs) if array is not None]
-        words[L.LAUNCH_MAX_ACCEPT] = min(self.config.max_accept, *widths)
+        words[L.LAUNCH_HAS_LOGPROBS] = scores is not None
+        words[L.LAUNCH_TOP_WIDTH] = 0 if top_val is None else top_val.shape[2]
+        words[L.LAUNCH_IDS_WIDTH] = 0 if ids_val is None else ids_val.shape[2]
+        for field, array in ((L.LAUNCH_TOKEN_STEP, ids), (L.LAUNCH_IDX_STEP, top_idx)):
+            words[field] = 2 if array is not None and array.dtype == torch.int64 else 1
+        for field, array in (
+            (L.LAUNCH_TOKEN_STRIDE, ids),
+            (L.LAUNCH_LOGPROB_STRIDE, scores),
+            (L.LAUNCH_TOP_STRIDE, top_val),
+            (L.LAUNCH_TOP_IDX_STRIDE, top_idx),
+            (L.LAUNCH_IDS_STRIDE, ids_val),
+        ):
+            words[field] = 0 if array is None else array.stride(0)
+        widths = [a.shape[1] if a.ndim > 1 else 1 for a in (ids, scores, top_val, ids_val) if a is not None]
+        words[L.LAUNCH_MAX_ACCEPT] = min([self.config.max_accept, *widths])
+        buffer.addresses[:] = [0 if array is None else array.data_ptr() for array in taken]
         if control is not None:
             if control.shape[1] != batch:
                 raise InputError(f"control: expected {batch} rows, one for each handle, got {control.shape[1]}")
             words[L.LAUNCH_WORDS : L.LAUNCH_WORDS + control.size] = control.ravel()
 
-    def _input(
-        self,
-        name: str,
-        value: Any,
-        dtype: torch.dtype | None,
-        ndim: tuple[int, ...],
-        batch: int | None,
-        staging: Tensor | None = None,
-    ) -> Tensor:
+    def _input(self, name: str, value: Any, batch: int, staging: Tensor | None = None) -> Tensor:
         """An input the kernel can read: a device tensor as it is, a host array through the ring's memory."""
+        kind = INPUTS[name]
         if isinstance(value, Tensor) and value.device == self.runtime.device and value.device.type != "cpu":
-            dtypes = (torch.int64, torch.int32) if dtype is None else (dtype,)
-            if value.dtype not in dtypes or value.ndim not in ndim:
-                raise InputError(
-                    f"{name}: expected dtype {dtypes} and {ndim} dimensions, got {value.dtype}, {value.shape}"
-                )
-            if value.stride(-1) != 1:
-                raise InputError(f"{name}: expected the last dimension to be contiguous, got strides {value.stride()}")
-            if batch is not None and value.shape[0] != batch:
-                raise InputError(f"{name}: expected {batch} rows, one for each handle, got shape {tuple(value.shape)}")
-            return value
-        kinds = _HOST_DTYPES[name]
-        array = host_array(name, value, kinds, ndim)
-        if batch is not None:
+            kind.check_tensor(name, value, batch)
+            tensor = value
+        else:
+            array = host_array(name, value, kind.host_dtypes, kind.dimensions)
             check_rows(name, array, batch)
-        if staging is not None:  # saturated, so that no bad length wraps to a good one
-            words: NDArray[Any] = staging.numpy()
-            limits = np.iinfo(words.dtype)
-            np.clip(array, limits.min, limits.max, out=words[: len(array)], casting="unsafe")
-            return staging
-        return torch.from_numpy(array).to(self.runtime.device, non_blocking=True)
+            if staging is not None:  # saturated, so that no bad length wraps to a good one
+                words: NDArray[Any] = staging.numpy()
+                limits = np.iinfo(words.dtype)
+                np.clip(array, limits.min, limits.max, out=words[: len(array)], casting="unsafe")
+                return staging
+            tensor = torch.from_numpy(array).to(self.runtime.device, non_blocking=True)
+        return tensor[:, None, :] if kind.dimensions == (2, 3) and tensor.ndim == 2 else tensor
 
     def _write(self, index: NDArray[np.int64], values: NDArray[np.int32]) -> None:
         """Write arena words in stream order, from staging memory that is kept until the copy has run."""
@@ -265,11 +266,3 @@ class TritonBackend:
         device = self.runtime.device
         self.arena[staged_index.to(device, non_blocking=True)] = staged_values.to(device, non_blocking=True)
         self._staging.append((self.runtime.record(), [staged_index, staged_values]))
-
-
-_HOST_DTYPES: dict[str, tuple[type[np.generic], ...]] = {
-    "handles": (np.int64,),
-    "token_ids": (np.int64, np.int32),
-    "accept_lens": (np.int32, np.int64),
-    "logprobs": (np.float32,),
-}

@@ -13,6 +13,8 @@ Device = Literal["cpu", "cuda", "interpret"]
 Rule = Literal["modulo", "unsent"]
 
 INT32_MAX = 2**31 - 1
+MAX_FAMILY = 1024  # top or token-ids logprobs a position
+FAMILY_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class EmitPolicy:
         The first token of a request that does not stream goes at once.
     logprob_before_token
         A logprob may be counted as sent before it exists, and is then lost.
+    retracted_logprobs
+        Logprobs of a request that is being retracted end at its visible length, also where that is 0.
     """
 
     stream_rule: Rule = "unsent"
@@ -40,6 +44,7 @@ class EmitPolicy:
     send_empty: bool = False
     first_token_flush: bool = False
     logprob_before_token: bool = False
+    retracted_logprobs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stream_rule", "force_rule"):
@@ -54,7 +59,9 @@ class EmitPolicy:
     @classmethod
     def sglang_0_5_23(cls) -> EmitPolicy:
         """The rules of `sglang==0.5.23`, faults included."""
-        return cls("unsent", "modulo", hold_forced=False, send_empty=True, logprob_before_token=True)
+        return cls(
+            "unsent", "modulo", hold_forced=False, send_empty=True, logprob_before_token=True, retracted_logprobs=True
+        )
 
     @property
     def bits(self) -> int:
@@ -66,6 +73,7 @@ class EmitPolicy:
             | L.POLICY_SKIP_EMPTY * (not self.send_empty)
             | L.POLICY_FIRST_TOKEN_FLUSH * self.first_token_flush
             | L.POLICY_LOGPROB_EXISTING * (not self.logprob_before_token)
+            | L.POLICY_RETRACTED_LOGPROBS * self.retracted_logprobs
         )
 
 
@@ -94,6 +102,13 @@ class PackerConfig:
         do not stream.
     logprobs
         Keep and send the logprob of each sampled token of requests that ask for it.
+    max_top_logprobs, max_token_ids_logprobs
+        Most top-k logprobs and most token-ids logprobs that a request may ask for.
+    family_window
+        Unsent positions of top-k and token-ids logprobs kept per slot, a power of two; `window`, but
+        at most 64 where `max_accept` allows, unless given.
+    speculative
+        Count verify steps, correct drafts and their histograms, and send them with each row.
     device
         "cpu": the CPU backend; "cuda": the Triton kernel on the current CUDA device; "interpret": the
         same kernel under Triton's interpreter (TRITON_INTERPRET=1), for tests.
@@ -111,12 +126,22 @@ class PackerConfig:
     stream_interval: int = 1
     force_interval: int = 50
     logprobs: bool = True
+    max_top_logprobs: int = 0
+    max_token_ids_logprobs: int = 0
+    family_window: int | None = None
+    speculative: bool = False
     device: Device = "cpu"
     policy: EmitPolicy = field(default_factory=EmitPolicy)
 
     def __post_init__(self) -> None:
         if self.max_batch is None:
             object.__setattr__(self, "max_batch", self.capacity)
+        if self.family_window is None:
+            object.__setattr__(
+                self,
+                "family_window",
+                self.window if self.max_accept >= FAMILY_WINDOW else min(self.window, FAMILY_WINDOW),
+            )
         for name, low, high in (
             ("vocab_size", 1, INT32_MAX),
             ("capacity", 1, 1 << 24),
@@ -126,6 +151,9 @@ class PackerConfig:
             ("max_in_flight", 1, 64),
             ("stream_interval", 1, INT32_MAX),
             ("force_interval", 1, INT32_MAX),
+            ("max_top_logprobs", 0, MAX_FAMILY),
+            ("max_token_ids_logprobs", 0, MAX_FAMILY),
+            ("family_window", 2, self.window),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -135,10 +163,14 @@ class PackerConfig:
             raise ConfigError(f"eos_token_ids: expected a tuple of integers from 0 to {INT32_MAX}, got {eos!r}")
         if not isinstance(self.policy, EmitPolicy):
             raise ConfigError(f"policy: expected an EmitPolicy, got {self.policy!r}")
-        if self.window & (self.window - 1):
-            raise ConfigError(f"window: expected a power of two, got {self.window}")
-        if self.backlog_limit < 1:
-            raise ConfigError(f"window: expected more than max_accept = {self.max_accept}, got {self.window}")
+        for name in ("window", "family_window"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ConfigError(f"{name}: expected a power of two, got {value}")
+            if value <= self.max_accept and (name == "window" or self.family_width):
+                raise ConfigError(f"{name}: expected more than max_accept = {self.max_accept}, got {value}")
+        if self.family_width and not self.logprobs:
+            raise ConfigError("logprobs: expected True with max_top_logprobs or max_token_ids_logprobs, got False")
         if self.device not in get_args(Device):
             raise ConfigError(f"device: expected one of {get_args(Device)}, got {self.device!r}")
         self._check_memory()
@@ -148,6 +180,37 @@ class PackerConfig:
         """`max_batch`, resolved."""
         assert self.max_batch is not None
         return self.max_batch
+
+    @property
+    def family_width(self) -> int:
+        """Words of the widest record of a position: values and ids of top logprobs, values of token ids."""
+        return 2 * self.max_top_logprobs + self.max_token_ids_logprobs
+
+    @property
+    def family_positions(self) -> int:
+        """`family_window`, resolved."""
+        assert self.family_window is not None
+        return self.family_window
+
+    @property
+    def family_limit(self) -> int:
+        """Unsent positions that a slot keeps of top-k and token-ids logprobs; see `backlog_limit`."""
+        return self.family_positions - self.max_accept
+
+    @property
+    def spec_width(self) -> int:
+        """Words of a slot's speculative counters; 0 without them."""
+        return L.spec_width(self.max_accept) if self.speculative else 0
+
+    @property
+    def visible_limit(self) -> int:
+        """How far a visible length may stay behind the output, of any request of this packer."""
+        return min(self.backlog_limit, self.family_limit) if self.family_width else self.backlog_limit
+
+    @property
+    def packed_shape(self) -> L.PackedShape:
+        """What the places of a packed step follow from."""
+        return L.PackedShape(self.max_items, self.logprobs, self.family_positions * self.family_width, self.spec_width)
 
     @property
     def backlog_limit(self) -> int:
@@ -167,12 +230,13 @@ class PackerConfig:
     def state_bytes(self) -> int:
         """Bytes of the state arena and the rings."""
         channels = 2 if self.logprobs else 1
-        return L.WORD * self.capacity * (L.STATE_WIDTH + channels * self.window)
+        families = self.family_positions * self.family_width
+        return L.WORD * self.capacity * (L.STATE_WIDTH + channels * self.window + families + self.spec_width)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all packed-step buffers, each fit for the fullest step."""
-        one = L.packed_layout(self.batch_capacity, self.max_items, self.logprobs).size
+        one = L.packed_layout(self.batch_capacity, self.packed_shape).size
         return L.WORD * one * self.buffers
 
     @property
@@ -191,3 +255,15 @@ class PackerConfig:
             raise ConfigError(
                 f"capacity, max_batch, window: need {self.memory_bytes} bytes, expected at most the machine's {total}"
             )
+
+
+def crash_after_stream_outputs() -> int:
+    """How many calls of `OutputStreamer.stream_output` or `stream_embeddings` go well; 0: all of them.
+
+    SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS, for tests of what becomes of an engine. ConfigError if it is no number.
+    """
+    text = os.environ.get("SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS", "0")
+    try:
+        return max(int(text), 0)
+    except ValueError:
+        raise ConfigError(f"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS: expected an integer, got {text!r}") from None

@@ -41,9 +41,15 @@ class DeviceRuntime(Protocol):
         ...
 
     def launch(
-        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: Sequence[Tensor],
+        constants: dict[str, Any],
+        warps: int,
+        inputs: Sequence[Tensor | None] = (),
     ) -> None:
-        """Enqueue `programs` programs of a Triton kernel."""
+        """Enqueue `programs` programs of a Triton kernel; `inputs` it reaches by addresses in its arguments."""
         ...
 
 
@@ -51,9 +57,15 @@ class _TritonLaunch:
     """Launches as Triton does it; compiles at the first launch of a variant."""
 
     def launch(
-        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: Sequence[Tensor],
+        constants: dict[str, Any],
+        warps: int,
+        inputs: Sequence[Tensor | None] = (),
     ) -> None:
-        """Enqueue `programs` programs of a Triton kernel."""
+        """Enqueue `programs` programs of a Triton kernel; `inputs` it reaches by addresses in its arguments."""
         kernel[(programs,)](*arguments, **constants, num_warps=warps)
 
 

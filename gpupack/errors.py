@@ -40,6 +40,10 @@ class StepFailedError(GpupackError):
     """A launched step went wrong on the device; the packer is closed."""
 
 
+class CrashRequestedError(GpupackError, RuntimeError):
+    """SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS asked for it; everything was sent."""
+
+
 class ClosedError(GpupackError):
     """The object was closed."""
 

@@ -13,6 +13,7 @@ from gpupack.backend_cpu import CpuBackend
 from gpupack.config import PackerConfig
 from gpupack.control import Control
 from gpupack.errors import InputError
+from gpupack.host_optional import ANY_WIDTH, NO_OPTIONAL, NOTHING, OptionalInputs
 from gpupack.join import join_rows
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
@@ -27,11 +28,13 @@ class Conveyed:
     into `token_ids` int32. Views of the packed step, where all of its rows are conveyed.
     """
 
-    __slots__ = ("accept_lens", "batch_rows", "handles", "logprob_starts", "packed", "rows", "slots", "starts")
+    __slots__ = (
+        "accept_lens", "batch_rows", "handles", "logprob_starts", "packed", "record_starts", "rows", "slots", "starts",
+    )  # fmt: skip
 
     def __init__(self, packed: PackedStep) -> None:
         flags = packed.column(L.R_FLAGS)
-        indptr, logprob_indptr = packed.token_indptr, packed.logprob_indptr
+        indptr, logprob_indptr, families_indptr = packed.token_indptr, packed.logprob_indptr, packed.families_indptr
         self.packed = packed
         handles = packed.handles
         if packed.header(L.H_CONVEYED) == packed.rows:
@@ -40,6 +43,7 @@ class Conveyed:
             self.batch_rows = packed.column(L.R_BATCH_INDEX)
             self.accept_lens = np.diff(indptr)
             self.starts, self.logprob_starts = indptr[:-1].astype(np.int64), logprob_indptr[:-1].astype(np.int64)
+            self.record_starts = families_indptr[:-1]
         else:
             rows = np.flatnonzero(flags & L.ROW_CONVEYED).astype(np.int32)
             self.rows = rows
@@ -47,6 +51,7 @@ class Conveyed:
             self.batch_rows = packed.column(L.R_BATCH_INDEX)[rows]
             self.accept_lens = indptr[rows + 1] - indptr[rows]
             self.starts, self.logprob_starts = indptr[rows].astype(np.int64), logprob_indptr[rows].astype(np.int64)
+            self.record_starts = families_indptr[rows]
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
@@ -100,13 +105,15 @@ class Gate:
         if output_len not in (None, length):
             raise InputError(f"output_len: expected the {length} tokens taken in, got {output_len}")
         with_scores = bool(state[L.FLAGS] & L.STATE_LOGPROBS)
-        items = self._backend.unsent(slot, scores, length, logprobs=True) if with_scores else np.empty(0, np.int32)
+        end = length if with_scores else scores
         return Resume(
             output_len=length,
             token_cursor=tokens,
             logprob_cursor=scores,
             unsent_tokens=self._backend.unsent(slot, tokens, length),
-            unsent_logprobs=items.view(np.float32),
+            unsent_logprobs=self._backend.unsent(slot, scores, end, L.CHANNEL_LOGPROBS).view(np.float32),
+            unsent_families=self._backend.unsent(slot, scores, end, L.CHANNEL_FAMILIES),
+            spec_counts=self._backend.spec_row(slot),
         )
 
     def finished(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -124,7 +131,7 @@ class Gate:
         np.minimum(control.finished_len, new_len, out=control.finished_len)
         visible = control.visible_len
         kept = visible >= 0
-        visible[kept] = np.maximum(visible, new_len - self.config.backlog_limit)[kept]
+        visible[kept] = np.maximum(visible, new_len - self.config.visible_limit)[kept]
 
     def pack(self, conveyed: Conveyed, control: Control | None, mode: int) -> PackedStep:
         """Run the rule over the conveyed rows; rows in batch order, with the batch's own indices."""
@@ -138,20 +145,38 @@ class Gate:
             conveyed.logprob_starts,
             None if control is None else control.words,
             mode,
+            optional=self._optional(conveyed, mode),
         )
         index = gated.column(L.R_BATCH_INDEX)
         index[:] = conveyed.batch_rows[index]
         return gated
+
+    def _optional(self, conveyed: Conveyed, mode: int) -> OptionalInputs:
+        """What conveyed rows carry beside tokens and logprobs: whole records, and lens in their counters' places."""
+        config, packed = self.config, conveyed.packed
+        if not (config.family_width or config.speculative):
+            return NO_OPTIONAL
+        block = cap = NOTHING
+        if config.speculative and mode & L.MODE_VERIFY:
+            block = packed.spec(L.SPEC_BLOCK_ACCEPT)[conveyed.rows]
+            cap = packed.spec(L.SPEC_CAP_TOKENS)[conveyed.rows] if mode & L.MODE_CAP_LENS else NOTHING
+        return OptionalInputs(
+            top_val=packed.families,
+            top_width=ANY_WIDTH,
+            ids_width=ANY_WIDTH,
+            record_starts=conveyed.record_starts.astype(np.int64),
+            block_accept_lens=block,
+            cap_lens=cap,
+        )
 
     def join(self, packed: PackedStep, gated: PackedStep, mode: int) -> PackedStep:
         """The rows of both in batch order; valid until the next call, and to be released like any other."""
         if self._joined is None:
             self._joined = np.empty(self._backend.buffer_words, np.int32)
         layout = self._backend.layout(packed.header(L.H_BATCH))
-        a, b = packed.geometry, gated.geometry
-        join_rows(
-            packed.buffer, a.row_stride, a.tokens, a.logprobs, gated.buffer, b.row_stride, b.tokens, b.logprobs,
-            self._joined, layout.row_stride, layout.tokens, layout.logprobs,
-        )  # fmt: skip
-        with_logprobs = bool(mode & L.MODE_LOGPROBS or self._joined[L.H_LOGPROBS])
-        return PackedStep(self._joined, layout, self.config.logprobs and with_logprobs)
+        sections = (packed.geometry, gated.geometry, layout)
+        places = [(at.row_stride, at.tokens, at.logprobs, at.families) for at in sections]
+        spec_width = self.config.spec_width
+        join_rows(packed.buffer, places[0], gated.buffer, places[1], self._joined, places[2], spec_width)
+        with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS or self._joined[L.H_LOGPROBS])
+        return PackedStep(self._joined, layout, with_logprobs, spec_width=spec_width)

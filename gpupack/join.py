@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, void
+from numba import int64, njit, types, void
 
 from gpupack import layout as L
-from gpupack.loop import COMPILED, VECTOR32, inlined
+from gpupack.compiled import COMPILED, VECTOR32, inlined
 
 
 @inlined
@@ -18,39 +18,44 @@ def _copy_items(source, stride, indptr_field, base, row, out, at):
     return at
 
 
-def _join_rows(a, a_stride, a_tokens, a_scores, b, b_stride, b_tokens, b_scores, out, stride, token_base, score_base):
-    """Rows of `a` that are not conveyed, and all rows of `b`, by batch index; headers are added up."""
+def _join_rows(a, a_at, b, b_at, out, out_at, spec_width):
+    """Rows of `a` that are not conveyed, and all rows of `b`, by batch index; headers are added up.
+
+    `*_at`: row stride, and where tokens, logprobs and families begin.
+    """
     index = L.HEADER_WORDS + L.R_BATCH_INDEX
-    flags = L.HEADER_WORDS + L.R_FLAGS * a_stride
-    token_indptr = L.HEADER_WORDS + L.R_TOKEN_INDPTR * stride
-    score_indptr = L.HEADER_WORDS + L.R_LOGPROB_INDPTR * stride
+    flags = L.HEADER_WORDS + L.R_FLAGS * a_at[0]
     i = j = rows = 0
-    token_at, score_at = token_base, score_base
-    out[token_indptr] = out[score_indptr] = 0
+    token_at, score_at, family_at = out_at[1], out_at[2], out_at[3]
+    for field in range(L.R_TOKEN_INDPTR, L.ROW_WIDTH):
+        out[L.HEADER_WORDS + field * out_at[0]] = 0
     while i < a[L.H_ROWS] or j < b[L.H_ROWS]:
         if i < a[L.H_ROWS] and a[flags + i] & L.ROW_CONVEYED:
             i += 1
             continue
-        from_a = j >= b[L.H_ROWS] or (i < a[L.H_ROWS] and a[index + i] < b[index + j])
-        if from_a:
-            source, source_stride, source_tokens, source_scores, row = a, a_stride, a_tokens, a_scores, i
+        if j >= b[L.H_ROWS] or (i < a[L.H_ROWS] and a[index + i] < b[index + j]):
+            source, at, row = a, a_at, i
             i += 1
         else:
-            source, source_stride, source_tokens, source_scores, row = b, b_stride, b_tokens, b_scores, j
+            source, at, row = b, b_at, j
             j += 1
         for field in range(L.R_TOKEN_INDPTR):
-            out[L.HEADER_WORDS + field * stride + rows] = source[L.HEADER_WORDS + field * source_stride + row]
-        token_at = _copy_items(source, source_stride, L.R_TOKEN_INDPTR, source_tokens, row, out, token_at)
-        score_at = _copy_items(source, source_stride, L.R_LOGPROB_INDPTR, source_scores, row, out, score_at)
+            out[L.HEADER_WORDS + field * out_at[0] + rows] = source[L.HEADER_WORDS + field * at[0] + row]
+        for field in range(L.ROW_WIDTH, L.ROW_WIDTH + spec_width):
+            out[L.HEADER_WORDS + field * out_at[0] + rows] = source[L.HEADER_WORDS + field * at[0] + row]
+        token_at = _copy_items(source, at[0], L.R_TOKEN_INDPTR, at[1], row, out, token_at)
+        score_at = _copy_items(source, at[0], L.R_LOGPROB_INDPTR, at[2], row, out, score_at)
+        family_at = _copy_items(source, at[0], L.R_FAMILIES_INDPTR, at[3], row, out, family_at)
         rows += 1
-        out[token_indptr + rows] = token_at - token_base
-        out[score_indptr + rows] = score_at - score_base
+        out[L.HEADER_WORDS + L.R_TOKEN_INDPTR * out_at[0] + rows] = token_at - out_at[1]
+        out[L.HEADER_WORDS + L.R_LOGPROB_INDPTR * out_at[0] + rows] = score_at - out_at[2]
+        out[L.HEADER_WORDS + L.R_FAMILIES_INDPTR * out_at[0] + rows] = family_at - out_at[3]
     for word in range(L.HEADER_WORDS):
         out[word] = a[word] + b[word] if word >= L.H_STALE else 0
-    out[L.H_LAUNCH], out[L.H_BATCH] = a[L.H_LAUNCH], a[L.H_BATCH]
-    out[L.H_ROWS], out[L.H_TOKENS], out[L.H_LOGPROBS] = rows, token_at - token_base, score_at - score_base
+    out[L.H_LAUNCH], out[L.H_BATCH], out[L.H_ROWS] = a[L.H_LAUNCH], a[L.H_BATCH], rows
+    out[L.H_TOKENS], out[L.H_LOGPROBS] = token_at - out_at[1], score_at - out_at[2]
+    out[L.H_FAMILIES] = family_at - out_at[3]
 
 
-join_rows = njit(
-    void(VECTOR32, int64, int64, int64, VECTOR32, int64, int64, int64, VECTOR32, int64, int64, int64), **COMPILED
-)(_join_rows)
+PLACES = types.UniTuple(int64, 4)
+join_rows = njit(void(VECTOR32, PLACES, VECTOR32, PLACES, VECTOR32, PLACES, int64), **COMPILED)(_join_rows)

@@ -7,80 +7,12 @@ when this module is imported, or loaded from Numba's cache, so that nothing comp
 
 from __future__ import annotations
 
-from numba import int32, int64, njit, void
+from numba import int32, int64, njit, types, void
 
 from gpupack import layout as L
-
-# Helpers are inlined and arrays are not reference-counted: with an atomic increment for each array that a
-# helper takes, the loop takes nearly twice as long.
-COMPILED = {"cache": True, "nogil": True, "_nrt": False}
-inlined = njit(nogil=True, forceinline=True, _nrt=False)
-
-VECTOR32, VECTOR64 = int32[::1], int64[::1]
-MATRIX32 = int32[:, ::1]
-
-INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
-
-
-@inlined
-def live_slot(state, handle):
-    """Slot of a handle, or -1 if the handle has ended, was never given or is padding."""
-    slot = handle & 0xFFFFFFFF
-    generation = handle >> L.SLOT_BITS
-    if handle < 0 or slot >= state.shape[0]:
-        return -1
-    if state[slot, L.GENERATION] != generation or not state[slot, L.FLAGS] & L.STATE_LIVE:
-        return -1
-    return slot
-
-
-@inlined
-def as_int32(token):
-    """A token id in 32 bits; one that does not fit stays out of every vocabulary."""
-    return min(max(token, INT32_MIN), INT32_MAX)
-
-
-@inlined
-def find_finish(state, slot, flags, old_len, accept, token_ids, start, vocab_size):
-    """Finish within the newly accepted run: (code, finished_len, match).
-
-    In this order: an id outside the vocabulary, which is not part of the output; a stop id, which is;
-    the length. Tokens beyond the cap are not output, so what stands there counts as length.
-    """
-    cap = int64(state[slot, L.MAX_NEW_TOKENS])
-    stops = (flags >> L.STOP_COUNT_SHIFT) & L.STOP_COUNT_MASK
-    stop_len, stop_id = int64(-1), int64(0)
-    for j in range(min(accept, cap - old_len)):
-        token = token_ids[start + j]
-        if token < 0 or token >= vocab_size:
-            return L.FINISH_INVALID_TOKEN, old_len + j, as_int32(token)
-        if stop_len < 0:
-            for k in range(stops):
-                if token == state[slot, L.STOP_0 + k]:
-                    stop_len, stop_id = old_len + j + 1, int64(token)
-    if stop_len >= 0:
-        return L.FINISH_STOP_TOKEN, stop_len, stop_id
-    if accept > 0 and old_len + accept >= cap:
-        return L.FINISH_LENGTH, cap, cap
-    return L.FINISH_NONE, int64(-1), int64(0)
-
-
-@inlined
-def is_due(flags, visible, cursor, interval, policy):
-    """The interval rule of a running request; the hold is looked at by the caller, and only if due."""
-    unsent = visible - cursor
-    if flags & L.STATE_STREAM:
-        if policy & L.POLICY_STREAM_UNSENT:
-            due = interval == 1 or unsent >= interval or (cursor == 0 and unsent > 0)
-        else:
-            due = interval == 1 or visible % interval == 1
-    else:
-        due = unsent >= interval if policy & L.POLICY_FORCE_UNSENT else visible % interval == 0
-        if policy & L.POLICY_FIRST_TOKEN_FLUSH and cursor == 0 and unsent > 0:
-            due = True
-    if policy & L.POLICY_SKIP_EMPTY and unsent <= 0:
-        due = False
-    return due
+from gpupack import loop_optional
+from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64, inlined
+from gpupack.rule import as_int32, finish_of, live_slot, send_of
 
 
 @inlined
@@ -114,41 +46,8 @@ def keep(ring, slot, begin, end, old_len, source, start):
 
 
 @inlined
-def finish_of(state, slot, flags, old_len, accept, token_ids, start, vocab_size, control, i):
-    """Finish of a request that ran until now: (code, finished_len, match).
-
-    What the host asks goes first. It may leave open where the output ends: then at the finish that the
-    run itself has, else at its last token.
-    """
-    code, end, match = L.FINISH_NONE, int64(-1), int64(0)
-    if flags & L.STATE_JUDGED:
-        code, end, match = find_finish(state, slot, flags, old_len, accept, token_ids, start, vocab_size)
-    if control.shape[1] and control[L.CONTROL_FLAGS_ROW, i] & L.CONTROL_FINISH:
-        wanted = int64(control[L.CONTROL_FINISHED_LEN, i])
-        if wanted >= 0:
-            end = wanted
-        elif code == L.FINISH_NONE:
-            end = old_len + accept
-        code = int64(control[L.CONTROL_FINISH_CODE, i])
-        match = int64(control[L.CONTROL_MATCH, i])
-    return code, end, match
-
-
-@inlined
-def send_of(state, slot, flags, asked, visible, cursor, policy):
-    """Whether a running request sends, and whether it is due and held: (sends, held)."""
-    sends = is_due(flags, visible, cursor, state[slot, L.INTERVAL], policy)
-    if asked & L.CONTROL_FLUSH and visible > cursor:
-        sends = True
-    may_hold = flags & L.STATE_STREAM or policy & L.POLICY_HOLD_FORCED
-    if sends and asked & L.CONTROL_HOLD and may_hold:
-        return False, True
-    return sends, False
-
-
-@inlined
 def put_row(out, stride, row, index, slot, generation, flags, visible, match, token_start, logprob_start):
-    """Write the columns of one row, the two indptr aside."""
+    """Write the columns of one row, the indptr aside."""
     at = L.HEADER_WORDS + row
     out[at + L.R_BATCH_INDEX * stride] = index
     out[at + L.R_SLOT * stride] = slot
@@ -161,20 +60,22 @@ def put_row(out, stride, row, index, slot, generation, flags, visible, match, to
 
 
 @inlined
-def end_row(out, stride, row, tokens, scores):
+def end_row(out, stride, row, tokens, scores, families):
     """Write where the items of row `row` end; returns the number of rows."""
     out[L.HEADER_WORDS + L.R_TOKEN_INDPTR * stride + row + 1] = tokens
     out[L.HEADER_WORDS + L.R_LOGPROB_INDPTR * stride + row + 1] = scores
+    out[L.HEADER_WORDS + L.R_FAMILIES_INDPTR * stride + row + 1] = families
     return row + 1
 
 
 def _pack_batch(
-    state, token_ring, logprob_ring, handles, accept_lens, token_ids, token_starts, logprobs, logprob_starts,
-    control, out, stride, token_base, logprob_base, mode, policy, backlog_limit, vocab_size, launch,
+    state, token_ring, logprob_ring, optional, handles, accept_lens, token_ids, token_starts, logprobs, logprob_starts,
+    control, out, stride, token_base, logprob_base, family_base, mode, policy, backlog_limit, family_limit, vocab_size,
+    launch,
 ):  # fmt: skip
-    rows = tokens = scores = 0
+    rows = tokens = scores = families = 0
     out[: L.HEADER_WORDS] = 0
-    end_row(out, stride, -1, 0, 0)
+    end_row(out, stride, -1, 0, 0, 0)
 
     for i in range(handles.shape[0]):
         slot = live_slot(state, handles[i])
@@ -190,6 +91,9 @@ def _pack_batch(
         start, score_start = token_starts[i], logprob_starts[i]
         has_scores = flags & L.STATE_LOGPROBS
         token_at, score_at = token_base + tokens, logprob_base + scores
+        widths = 0
+        if optional is not None:
+            widths = loop_optional.widths_of(state, slot, optional)
 
         # Host-judged: the run is passed on as it is.
         if flags & L.STATE_CONVEYED:
@@ -197,7 +101,11 @@ def _pack_batch(
             tokens = gather(token_ring, slot, 0, accept, 0, token_ids, start, out, token_at) - token_base
             if has_scores:
                 scores = gather(logprob_ring, slot, 0, accept, 0, logprobs, score_start, out, score_at) - logprob_base
-            rows = end_row(out, stride, rows, tokens, scores)
+            if optional is not None:
+                if widths:
+                    families = loop_optional.gather(optional, slot, widths, 0, accept, 0, i, out, family_base, families)
+                loop_optional.convey_counts(optional, i, mode, out, stride, rows)
+            rows = end_row(out, stride, rows, tokens, scores, families)
             out[L.H_CONVEYED] += 1
             continue
 
@@ -218,6 +126,8 @@ def _pack_batch(
             )
             finished = code != L.FINISH_NONE
             flags |= (code << L.CODE_SHIFT) | (L.STATE_FINISHED if finished else 0)
+            if optional is not None:
+                loop_optional.count(optional, slot, i, accept, mode)
         new_len = old_len + accept
         if not finished:
             visible = new_len
@@ -227,6 +137,8 @@ def _pack_batch(
         # Who sends: a finish once; else who is due and not held; else who would overrun its window.
         cursor, score_cursor = int64(state[slot, L.TOKEN_CURSOR]), int64(state[slot, L.LOGPROB_CURSOR])
         over = new_len - cursor > backlog_limit or (has_scores != 0 and new_len - score_cursor > backlog_limit)
+        if widths:
+            over = over or new_len - score_cursor > family_limit
         sends = finished and mode & L.MODE_PACK != 0
         if not finished and mode & L.MODE_PACK:
             sends, held = send_of(state, slot, flags, asked, visible, cursor, policy)
@@ -238,17 +150,31 @@ def _pack_batch(
             row_flags = ((flags >> L.CODE_SHIFT) & L.CODE_MASK) << L.ROW_CODE_SHIFT
             row_flags |= (L.ROW_FINAL if finished else 0) | (L.ROW_EARLY if early else 0)
             row_match = match if finished else 0
+            returns = has_scores != 0 and (over or mode & L.MODE_LOGPROBS != 0)
+            retracted = asked & L.CONTROL_RETRACTED and policy & L.POLICY_RETRACTED_LOGPROBS
+            end = visible if retracted else max(visible, 1)
+            exist = min(end, new_len)
+            shown = visible
+            if returns and visible == 0 and cursor == 0 and exist > score_cursor:
+                row_flags |= L.ROW_HIDDEN_TOKEN
+                shown = exist
             put_row(out, stride, rows, i, slot, generation, row_flags, visible, row_match, cursor, score_cursor)
-            tokens = gather(token_ring, slot, cursor, visible, old_len, token_ids, start, out, token_at) - token_base
+            tokens = gather(token_ring, slot, cursor, shown, old_len, token_ids, start, out, token_at) - token_base
             cursor = max(cursor, visible)
-            if has_scores and (over or mode & L.MODE_LOGPROBS):
-                end = max(visible, 1)
-                exist = min(end, new_len)
+            if returns:
                 scores = gather(
                     logprob_ring, slot, score_cursor, exist, old_len, logprobs, score_start, out, score_at
                 ) - logprob_base  # fmt: skip
+                if optional is not None and widths:
+                    families = loop_optional.gather(
+                        optional, slot, widths, score_cursor, exist, old_len, i, out, family_base, families
+                    )
                 score_cursor = max(score_cursor, exist if policy & L.POLICY_LOGPROB_EXISTING else end)
-            rows = end_row(out, stride, rows, tokens, scores)
+                if retracted and new_len == 0:
+                    score_cursor = 0
+            if optional is not None:
+                loop_optional.put_counts(optional, slot, out, stride, rows)
+            rows = end_row(out, stride, rows, tokens, scores, families)
             out[L.H_EARLY] += early
             out[L.H_FINISHED] += finished
             flags |= L.STATE_FINAL_SENT if finished else 0
@@ -258,6 +184,8 @@ def _pack_batch(
             keep(token_ring, slot, cursor, new_len, old_len, token_ids, start)
             if has_scores:
                 keep(logprob_ring, slot, score_cursor, new_len, old_len, logprobs, score_start)
+                if optional is not None and widths:
+                    loop_optional.keep(optional, slot, widths, score_cursor, new_len, old_len, i)
         state[slot, L.FLAGS] = flags
         state[slot, L.OUTPUT_LEN] = new_len
         state[slot, L.TOKEN_CURSOR] = cursor
@@ -267,14 +195,15 @@ def _pack_batch(
             state[slot, L.MATCH] = match
 
     out[L.H_LAUNCH], out[L.H_BATCH], out[L.H_ROWS] = launch, handles.shape[0], rows
-    out[L.H_TOKENS], out[L.H_LOGPROBS] = tokens, scores
+    out[L.H_TOKENS], out[L.H_LOGPROBS], out[L.H_FAMILIES] = tokens, scores, families
 
 
-def _pack_signature(token):
+def pack_signature(token, optional):
+    """Signature of `_pack_batch` for token ids of a type, and for `optional`: none, or OPTIONAL_TYPE."""
     return void(
-        MATRIX32, MATRIX32, MATRIX32, VECTOR64, VECTOR32, token[::1], VECTOR64, VECTOR32, VECTOR64,
-        MATRIX32, VECTOR32, int64, int64, int64, int64, int64, int64, int64, int64,
+        MATRIX32, MATRIX32, MATRIX32, optional, VECTOR64, VECTOR32, token[::1], VECTOR64, VECTOR32, VECTOR64,
+        MATRIX32, VECTOR32, *[int64] * 10,
     )  # fmt: skip
 
 
-pack_batch = njit([_pack_signature(int32), _pack_signature(int64)], **COMPILED)(_pack_batch)
+pack_batch = njit([pack_signature(token, types.none) for token in (int32, int64)], **COMPILED)(_pack_batch)

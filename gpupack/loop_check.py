@@ -5,15 +5,32 @@ from __future__ import annotations
 from numba import boolean, int64, njit, types
 
 from gpupack import layout as L
-from gpupack.loop import COMPILED, MATRIX32, VECTOR32, VECTOR64, live_slot
+from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64
+from gpupack.rule import live_slot
 
 # What can be wrong; the row comes with it.
-OK, BAD_ACCEPT_LEN, DOUBLED, BAD_CONTROL, BAD_FINISH_CODE, BAD_FINISHED_LEN, BAD_VISIBLE_LEN, NO_LOGPROBS = range(8)
+(
+    OK,
+    BAD_ACCEPT_LEN,
+    DOUBLED,
+    BAD_CONTROL,
+    BAD_FINISH_CODE,
+    BAD_FINISHED_LEN,
+    BAD_VISIBLE_LEN,
+    NO_LOGPROBS,
+    NO_TOP_LOGPROBS,
+    NO_IDS_LOGPROBS,
+    BAD_BLOCK_LEN,
+    BAD_CAP_LEN,
+) = range(12)
 
-CONTROL_BITS = L.CONTROL_SKIP | L.CONTROL_HOLD | L.CONTROL_FLUSH | L.CONTROL_FINISH
+CONTROL_BITS = L.CONTROL_SKIP | L.CONTROL_HOLD | L.CONTROL_FLUSH | L.CONTROL_FINISH | L.CONTROL_RETRACTED
 
 
-def _check_batch(state, handles, accept_lens, control, seen, mode, max_accept, backlog_limit, has_logprobs, launch):
+def _check_batch(
+    state, handles, accept_lens, control, seen, mode, max_accept, backlog_limit, family_limit, has_logprobs, launch,
+    top_width, ids_width, block_accept_lens, cap_lens, most_cap,
+):  # fmt: skip
     """What is wrong with the inputs, before anything is changed: (OK, 0) or (cause, row)."""
     for i in range(handles.shape[0]):
         slot = live_slot(state, handles[i])
@@ -25,8 +42,17 @@ def _check_batch(state, handles, accept_lens, control, seen, mode, max_accept, b
         if seen[slot] == launch:
             return DOUBLED, i
         seen[slot] = launch
-        if accept and state[slot, L.FLAGS] & L.STATE_LOGPROBS and not has_logprobs:
-            return NO_LOGPROBS, i
+        if accept and state[slot, L.FLAGS] & L.STATE_LOGPROBS:
+            if not has_logprobs:
+                return NO_LOGPROBS, i
+            if state[slot, L.WIDTHS] & L.TOP_WIDTH_MASK > top_width:
+                return NO_TOP_LOGPROBS, i
+            if state[slot, L.WIDTHS] >> L.IDS_WIDTH_SHIFT > ids_width:
+                return NO_IDS_LOGPROBS, i
+        if block_accept_lens.shape[0] and block_accept_lens[i] < 0:
+            return BAD_BLOCK_LEN, i
+        if cap_lens.shape[0] and (cap_lens[i] < 0 or cap_lens[i] > most_cap):
+            return BAD_CAP_LEN, i
         if control.shape[1] == 0 or state[slot, L.FLAGS] & L.STATE_FINISHED:
             continue
         asked = control[L.CONTROL_FLAGS_ROW, i]
@@ -46,14 +72,17 @@ def _check_batch(state, handles, accept_lens, control, seen, mode, max_accept, b
         shown = max(state[slot, L.TOKEN_CURSOR], visible)
         if state[slot, L.FLAGS] & L.STATE_LOGPROBS:  # their backlog may be longer
             shown = min(shown, max(state[slot, L.LOGPROB_CURSOR], visible))
-        if visible < -1 or (visible >= 0 and new_len - shown > backlog_limit and not conveyed):
+        # Records have a window of their own.
+        limit = min(backlog_limit, family_limit) if state[slot, L.WIDTHS] else backlog_limit
+        if visible < -1 or (visible >= 0 and new_len - shown > limit and not conveyed):
             return BAD_VISIBLE_LEN, i
     return OK, 0
 
 
 check_batch = njit(
     types.Tuple((int64, int64))(
-        MATRIX32, VECTOR64, VECTOR32, MATRIX32, VECTOR64, int64, int64, int64, boolean, int64
+        MATRIX32, VECTOR64, VECTOR32, MATRIX32, VECTOR64, int64, int64, int64, int64, boolean, int64, int64, int64,
+        VECTOR32, VECTOR32, int64,
     ),
     **COMPILED,
 )(_check_batch)  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
+from gpupack.host_columns import HostColumns
 from gpupack.request import Resume
 from gpupack.slots import SlotTable
 from gpupack.wire.side import OpeningRecord
@@ -22,9 +23,10 @@ class Openings:
     ended without a final row: those whose request may come back, and those whose request will not.
     """
 
-    def __init__(self, slots: SlotTable) -> None:
+    def __init__(self, slots: SlotTable, columns: HostColumns) -> None:
         capacity = len(slots.requests)
         self._slots = slots
+        self._columns = columns
         self._opened = np.zeros(capacity, np.bool_)
         self._known = np.zeros(capacity, np.bool_)  # a row was sent, on this stream or under an earlier handle
         self._restarted = np.zeros(capacity, np.bool_)  # the next row tells the receiver to discard what it holds
@@ -94,10 +96,14 @@ class Openings:
             spaces_between_special_tokens=request.spaces_between_special_tokens,
             no_stop_trim=request.no_stop_trim,
             prompt_tokens=len(request.prompt_ids),
-            cached_tokens=request.cached_tokens,
             tokens_before=start,
             resumed=bool(self._known[slot]),
             restarts=int(self._restarts[slot]),
+            return_logprob=request.return_logprob,
+            top_logprobs_num=request.top_logprobs_num,
+            token_ids_logprob=[int(token) for token in request.token_ids_logprob],
+            return_hidden_states=request.return_hidden_states,
+            **self._columns.opening(slot),
         )
 
 

@@ -15,10 +15,11 @@ from gpupack.checks import host_array
 from gpupack.config import PackerConfig
 from gpupack.control import Control
 from gpupack.errors import ClosedError, InputError, StepFailedError
+from gpupack.inputs import NO_INPUTS, StepInputs
 from gpupack.packed import PackedStep
 from gpupack.request import FinishReason, Request, Resume
 from gpupack.slots import SlotTable
-from gpupack.state import check_admission, state_rows
+from gpupack.state import check_admission, family_width, state_rows
 
 
 def make_backend(config: PackerConfig) -> Backend:
@@ -40,7 +41,7 @@ def _inside(state: NDArray[np.int32]) -> int:
 class Ticket:
     """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
 
-    __slots__ = ("_packer", "control", "endings", "launched", "mode", "reasons")
+    __slots__ = ("_packer", "control", "endings", "handles", "launched", "mode", "reasons")
 
     def __init__(self, packer: Packer, launched: Launched, control: Control | None, mode: int) -> None:
         self._packer = packer
@@ -50,6 +51,7 @@ class Ticket:
         self.mode = mode
         self.reasons: dict[int, FinishReason] = {}  # by handle: why the host ends requests with this step
         self.endings = packer.endings
+        self.handles: NDArray[np.int64] | None = None  # of the batch, a copy, if the packer keeps them
 
     def ready(self) -> bool:
         """Whether `wait()` would return at once; does not block. Always so on the CPU."""
@@ -77,6 +79,7 @@ class Packer:
         self.slots = SlotTable(config.capacity)
         self.backend = make_backend(config)
         self.convey = convey
+        self.keep_handles = False  # the streamer needs to know who is in a batch
         self.endings = 0
         self.dropped_rows = 0
         self._in_flight: deque[Ticket] = deque()
@@ -119,6 +122,19 @@ class Packer:
             self.backend.end(slots)
             self.endings += 1
 
+    def begin_again(self, slots: NDArray[np.int64]) -> None:
+        """Begin live slots, int64 `[n]`, anew under their handles, as requests of which nothing was sent or decided.
+
+        Rows of theirs in flight stay as they are.
+        """
+        self._check_open()
+        requests = [request for request in map(self.slots.requests.__getitem__, slots.tolist()) if request is not None]
+        resumes, nothing = [Resume()] * len(slots), [False] * len(slots)
+        handles = self.slots.generations[slots] << L.SLOT_BITS | slots
+        rows = state_rows(handles, requests, resumes, self.config, conveyed=nothing, judged=nothing)
+        if len(slots):
+            self.backend.install(slots, rows, resumes)
+
     def retract(self, handle: int, *, output_len: int | None = None) -> Resume:
         """End a handle whose request will come back, and say where it stands.
 
@@ -144,18 +160,22 @@ class Packer:
             tokens, scores = (int(packed.column(field)[row]) for field in (L.R_TOKEN_START, L.R_LOGPROB_START))
         elif state[L.FLAGS] & L.STATE_FINAL_SENT:
             raise InputError(f"handle: expected a running request, {handle} has sent its final row; retire it")
-        if not rows and state[L.FLAGS] & L.STATE_FINISHED and output_len > int(state[L.FINISHED_LEN]) - _inside(state):
+        before_finish = max(int(state[L.FINISHED_LEN]) - _inside(state), 0)  # tokens in front of the one that ended it
+        if not rows and state[L.FLAGS] & L.STATE_FINISHED and output_len > before_finish:
             raise InputError(f"handle: expected a running request, {handle} has finished; pack sends its final row")
         if not tokens <= output_len <= launched_len:
             raise InputError(f"output_len: expected {tokens} to {launched_len}, got {output_len}")
+        scores_end = output_len if state[L.FLAGS] & L.STATE_LOGPROBS else scores
         resume = Resume(
             output_len=output_len,
             token_cursor=tokens,
             logprob_cursor=scores,
-            unsent_tokens=self._unsent(slot, tokens, output_len, rows, logprobs=False),
-            unsent_logprobs=self._unsent(
-                slot, scores, output_len if state[L.FLAGS] & L.STATE_LOGPROBS else scores, rows, logprobs=True
-            ).view(np.float32),
+            unsent_tokens=self._unsent(slot, tokens, output_len, rows),
+            unsent_logprobs=self._unsent(slot, scores, scores_end, rows, L.CHANNEL_LOGPROBS).view(np.float32),
+            unsent_families=self._unsent(
+                slot, scores, scores_end, rows, L.CHANNEL_FAMILIES, family_width(int(state[L.WIDTHS]))
+            ),
+            spec_counts=self.backend.spec_row(slot),
         )
         self.retire(np.array([handle], np.int64))
         return resume
@@ -169,6 +189,11 @@ class Packer:
         *,
         accept_lens: Any = None,
         logprobs: Any = None,
+        top_logprobs_val: Any = None,
+        top_logprobs_idx: Any = None,
+        token_ids_logprobs_val: Any = None,
+        block_accept_lens: Any = None,
+        cap_lens: Any = None,
         control: Control | None = None,
         return_logprob: bool = True,
     ) -> Ticket:
@@ -185,6 +210,15 @@ class Packer:
         logprobs
             float32 `[B]` or `[B, S]`, aligned with the accepted tokens; needed if a request of the
             batch asked for logprobs.
+        top_logprobs_val, top_logprobs_idx
+            float32 and int32 or int64 `[B, K]` or `[B, S, K]`: values and ids of the top logprobs of each
+            accepted token, best first; needed if a request of the batch asked for some.
+        token_ids_logprobs_val
+            float32 `[B, M]` or `[B, S, M]`: logprobs of the ids of each request's `token_ids_logprob`, in its
+            order; what stands behind them is not looked at.
+        block_accept_lens, cap_lens
+            int32 or int64 `[B]`, counted if the packer counts speculative decoding; `accept_lens` says that the
+            step is a verify step. `cap_lens` are 0 to `max_accept`.
         control
             What the host asks of the rows, or None.
         return_logprob
@@ -192,17 +226,19 @@ class Packer:
 
         Raises InputError (nothing was changed) and BufferBusyError.
         """
-        return self._launch(
-            handles, token_ids, accept_lens, logprobs, control, L.MODE_APPEND | L.MODE_PACK, return_logprob
-        )
+        inputs = StepInputs(
+            token_ids, accept_lens, logprobs, top_logprobs_val, top_logprobs_idx, token_ids_logprobs_val,
+            block_accept_lens, cap_lens,
+        )  # fmt: skip
+        return self._launch(handles, inputs, control, L.MODE_APPEND | L.MODE_PACK, return_logprob)
 
-    def append(self, handles: Any, token_ids: Any, *, accept_lens: Any = None, logprobs: Any = None) -> Ticket:
-        """Only take in what was sampled; the step has conveyed rows and early sends at most."""
-        return self._launch(handles, token_ids, accept_lens, logprobs, None, L.MODE_APPEND, False)
+    def append(self, handles: Any, token_ids: Any, **inputs: Any) -> Ticket:
+        """Only take in what was sampled (arrays as for `step`); it has conveyed rows and early sends at most."""
+        return self._launch(handles, StepInputs(token_ids, **inputs), None, L.MODE_APPEND, False)
 
     def pack(self, handles: Any, *, control: Control | None = None, return_logprob: bool = True) -> Ticket:
         """Only pack what is due: the host has decided and says so in `control`."""
-        return self._launch(handles, None, None, None, control, L.MODE_PACK, return_logprob)
+        return self._launch(handles, NO_INPUTS, control, L.MODE_PACK, return_logprob)
 
     @property
     def in_flight(self) -> tuple[Ticket, ...]:
@@ -215,14 +251,7 @@ class Packer:
         self._in_flight.clear()
 
     def _launch(
-        self,
-        handles: Any,
-        token_ids: Any,
-        accept_lens: Any,
-        logprobs: Any,
-        control: Control | None,
-        mode: int,
-        return_logprob: bool,
+        self, handles: Any, inputs: StepInputs, control: Control | None, mode: int, return_logprob: bool
     ) -> Ticket:
         self._check_open()
         if len(self._in_flight) >= self.config.max_in_flight:
@@ -231,9 +260,13 @@ class Packer:
                 "got another; wait() for the oldest"
             )
         mode |= L.MODE_LOGPROBS * return_logprob
+        if self.config.speculative and inputs.accept_lens is not None:
+            mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
         words = None if control is None else control.words
-        launched = self.backend.step(handles, token_ids, accept_lens, logprobs, words, mode)
+        launched = self.backend.step(handles, inputs, words, mode)
         ticket = Ticket(self, launched, control, mode)
+        if self.keep_handles and str(getattr(handles, "device", "cpu")) == "cpu":
+            ticket.handles = np.array(handles, np.int64)
         self._in_flight.append(ticket)
         return ticket
 
@@ -260,19 +293,27 @@ class Packer:
         return [(packed, int(row)) for packed in steps for row in np.flatnonzero(packed.handles == handle)]
 
     def _unsent(
-        self, slot: int, begin: int, end: int, rows: list[tuple[PackedStep, int]], *, logprobs: bool
+        self,
+        slot: int,
+        begin: int,
+        end: int,
+        rows: list[tuple[PackedStep, int]],
+        channel: int = L.CHANNEL_TOKENS,
+        width: int = 1,
     ) -> NDArray[np.int32]:
-        """Output items [begin, end), int32: from the rows in flight that carry them, else from the ring."""
-        parts = []
-        for packed, row in rows:
-            indptr = packed.logprob_indptr if logprobs else packed.token_indptr
-            items = packed.logprobs.view(np.int32) if logprobs else packed.token_ids
-            part = items[indptr[row] : indptr[row + 1]][: max(end - begin, 0)]
+        """Output items [begin, end) of `width` words, int32: from the rows in flight that carry them, else the ring."""
+        parts = [np.empty(0, np.int32)]
+        for packed, row in rows if width else []:
+            indptr, items = packed.channel(channel)
+            part = items[indptr[row] : indptr[row + 1]]
+            if channel == L.CHANNEL_TOKENS and packed.column(L.R_FLAGS)[row] & L.ROW_HIDDEN_TOKEN:
+                part = part[:0]  # it is not output yet
+            part = part[: max(end - begin, 0) * width]
             parts.append(part.copy())
-            begin += len(part)
-        if begin < end:
-            parts.append(self.backend.unsent(slot, begin, end, logprobs=logprobs))
-        return np.concatenate([np.empty(0, np.int32), *parts])
+            begin += len(part) // width
+        if begin < end and width:
+            parts.append(self.backend.unsent(slot, begin, end, channel))
+        return np.concatenate(parts)
 
     def _check_open(self) -> None:
         if self._closed:

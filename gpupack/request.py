@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
+from gpupack.config import PackerConfig
 from gpupack.errors import InputError
 
 FinishReason = dict[str, Any]
@@ -21,6 +22,9 @@ FLAGS = (
     "stream",
     "ignore_eos",
     "return_logprob",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "no_stop_trim",
@@ -72,6 +76,10 @@ class Request:
         the device keeps, else "device".
     return_logprob
         Send the logprob of each sampled token.
+    top_logprobs_num, token_ids_logprob
+        With `return_logprob`: how many top logprobs a position, and the token ids whose logprobs to send.
+    return_hidden_states, return_routed_experts, return_indexer_topk
+        Send what `OutputStreamer.attach` is given of these; their columns are there for the whole batch.
     http_worker_ipc, decoded_text, cached_tokens, skip_special_tokens, spaces_between_special_tokens, no_stop_trim
         Passed on in the opening record.
     """
@@ -86,6 +94,11 @@ class Request:
     stop: Sequence[str] = ()
     judge: Judge | None = None
     return_logprob: bool = False
+    top_logprobs_num: int = 0
+    token_ids_logprob: Sequence[int] = ()
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
+    return_indexer_topk: bool = False
     http_worker_ipc: str | None = None
     decoded_text: str = ""
     cached_tokens: int = 0
@@ -98,7 +111,7 @@ class Request:
     def __post_init__(self) -> None:
         if not _is_text(self.rid) or not self.rid:
             raise InputError(f"rid: expected a non-empty string that UTF-8 can encode, got {self.rid!r}")
-        for name in ("max_new_tokens", "stream_interval", "cached_tokens"):
+        for name in ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num"):
             value = getattr(self, name)
             optional = name == "stream_interval" and value is None
             if not optional and not _is_int32(value, 0):
@@ -111,6 +124,8 @@ class Request:
             if not (_is_text(value) or (optional and value is None)):
                 raise InputError(f"{name} of {self.rid}: expected a string that UTF-8 can encode, got {value!r}")
         self._check_sequences()
+        if self.family_width and not self.return_logprob:
+            raise InputError(f"return_logprob of {self.rid}: expected True with top or token-ids logprobs, got False")
         if self.judge not in (None, "device", "host", "engine"):
             raise InputError(f"judge of {self.rid}: expected device, host, engine or None, got {self.judge!r}")
         if self.judge == "device" and self.stop:
@@ -119,9 +134,11 @@ class Request:
     def _check_sequences(self) -> None:
         try:
             tail, stop_ids, stop = list(self.prompt_ids[-PROMPT_TAIL:]), list(self.stop_token_ids), list(self.stop)
+            scored = list(self.token_ids_logprob)
         except TypeError as error:
-            raise InputError(f"prompt_ids, stop_token_ids, stop of {self.rid}: expected sequences: {error}") from None
-        for name, ids in (("prompt_ids", tail), ("stop_token_ids", stop_ids)):
+            names = "prompt_ids, stop_token_ids, stop, token_ids_logprob"
+            raise InputError(f"{names} of {self.rid}: expected sequences: {error}") from None
+        for name, ids in (("prompt_ids", tail), ("stop_token_ids", stop_ids), ("token_ids_logprob", scored)):
             if not all(_is_int32(token, -NO_LIMIT - 1) for token in ids):
                 raise InputError(f"{name} of {self.rid}: expected integers of 32 bits, got {ids!r}")
         if isinstance(self.stop, str) or not all(_is_text(text) and text for text in stop):
@@ -131,6 +148,16 @@ class Request:
     def prompt_tail(self) -> list[int]:
         """Up to 5 last tokens of the prompt; their number is the read offset."""
         return [int(token) for token in self.prompt_ids[-PROMPT_TAIL:]]
+
+    @property
+    def family_width(self) -> int:
+        """Words of a position's record in the family section."""
+        return 2 * self.top_logprobs_num + len(self.token_ids_logprob)
+
+    @property
+    def widths(self) -> int:
+        """`layout.WIDTHS` of this request."""
+        return self.top_logprobs_num | len(self.token_ids_logprob) << L.IDS_WIDTH_SHIFT
 
     def stop_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
         """End-of-sequence and stop ids that end this request, each once, in that order."""
@@ -161,6 +188,10 @@ class Resume:
     logprob_cursor: int = 0
     unsent_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     unsent_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    unsent_families: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """The records of the same positions as `unsent_logprobs`, joined; empty without families."""
+    spec_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """The speculative counters, int32 `[spec_width]`; empty: all 0."""
     opened: bool = False
     """A row of the request has been sent under an earlier handle."""
     restarted: bool = False
@@ -169,22 +200,43 @@ class Resume:
     """How often its output was dropped."""
     watch: Any = None
     """What the stop-string judge remembers of its text; None: nothing."""
+    input_logprobs_sent: bool = False
+    """A row has carried its input logprobs, which go once."""
+    kept: Any = None
+    """What `OutputStreamer.attach` and `set_counts` were given and no row has taken; None: nothing."""
 
     def dropped(self) -> Resume:
         """The same request, its output dropped: it starts over (SPEC.md section 4, restart)."""
-        return Resume(opened=self.opened, restarted=self.opened, restarts=self.restarts + 1)
+        return Resume(
+            opened=self.opened,
+            restarted=self.opened,
+            restarts=self.restarts + 1,
+            input_logprobs_sent=self.input_logprobs_sent,
+            kept=None if self.kept is None else self.kept.dropped(),
+        )
 
-    def check(self, rid: str, backlog_limit: int, logprobs: bool) -> None:
-        """Raise InputError unless cursors and items fit each other and the window."""
-        for name, cursor, items in (
-            ("unsent_tokens", self.token_cursor, self.unsent_tokens),
-            ("unsent_logprobs", self.logprob_cursor if logprobs else self.output_len, self.unsent_logprobs),
+    def check(self, request: Request, config: PackerConfig) -> None:
+        """Raise InputError unless cursors and items fit each other and the windows."""
+        first_score = self.logprob_cursor if request.return_logprob else self.output_len
+        limit, scores_limit = config.backlog_limit, config.backlog_limit
+        if request.family_width:
+            scores_limit = min(config.backlog_limit, config.family_limit)
+        for name, cursor, items, most, width in (
+            ("unsent_tokens", self.token_cursor, self.unsent_tokens, limit, 1),
+            ("unsent_logprobs", first_score, self.unsent_logprobs, scores_limit, 1),
+            ("unsent_families", first_score, self.unsent_families, scores_limit, request.family_width),
         ):
-            expected = max(self.output_len - cursor, 0)
-            if cursor < 0 or len(items) != expected or expected > backlog_limit:
+            expected = max(self.output_len - cursor, 0) * width
+            if cursor < 0 or len(items) != expected or expected > most * width:
                 raise InputError(
-                    f"resume.{name} of {rid}: expected {expected} items, at most {backlog_limit} "
+                    f"resume.{name} of {request.rid}: expected {expected} items, at most {most * width} "
                     f"(output_len {self.output_len}, cursor {cursor}), got {len(items)}"
                 )
         if not 0 <= self.token_cursor <= self.output_len:
-            raise InputError(f"resume.token_cursor of {rid}: expected 0 to {self.output_len}, got {self.token_cursor}")
+            raise InputError(
+                f"resume.token_cursor of {request.rid}: expected 0 to {self.output_len}, got {self.token_cursor}"
+            )
+        if len(self.spec_counts) not in (0, config.spec_width):
+            raise InputError(
+                f"resume.spec_counts of {request.rid}: expected 0 or {config.spec_width}, got {len(self.spec_counts)}"
+            )

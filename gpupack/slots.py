@@ -76,6 +76,12 @@ class SlotTable:
         assert request is not None
         return request
 
+    def find(self, handle: int) -> Request | None:
+        """The request that a handle names, None if the handle is not live."""
+        slot = handle & ((1 << L.SLOT_BITS) - 1)
+        known = handle >= 0 and slot < len(self.requests) and self.generations[slot] == handle >> L.SLOT_BITS
+        return self.requests[slot] if known else None
+
     def live_handles(self) -> NDArray[np.int64]:
         """All live handles, int64 `[n]`, by slot."""
         slots = np.array([slot for slot, request in enumerate(self.requests) if request is not None], np.int64)

@@ -1,4 +1,4 @@
-"""Compiles the pack kernel ahead of time, without a GPU, and reports what each variant takes.
+"""Compiles the kernels ahead of time, without a GPU, and reports what each variant takes.
 
 `python -m gpupack.kernels.aot` prints the table; `tests/compiled` holds `MAX_REGISTERS` and that nothing
 spills. Only in a process without Triton's interpreter: that one accepts what the compiler rejects.
@@ -10,10 +10,12 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
+from gpupack.kernels.gather_rows import THREADS, gather_rows_kernel, gather_shape
 from gpupack.kernels.launch import kernel_constants, launch_shape
 from gpupack.kernels.pack import pack_kernel
 from triton.backends.compiler import GPUTarget
@@ -34,6 +36,18 @@ POLICIES = {
 }
 POINTERS = {"handles_ptr": "*i64", "scan_ptr": "*i64"}  # all others are int32, the token ids either
 MAX_REGISTERS = {1: 128, 4: 168}  # a thread, by max_accept: at least 3 programs fit on a multiprocessor
+
+GATHER_WORDS = {"int32": "*i32", "int16": "*i16"}
+GATHER_WIDTHS = (1, 7, 1024, 4096)  # words of a row
+MAX_GATHER_REGISTERS = 64
+
+
+class GatherVariant(NamedTuple):
+    """What chooses the code of the gather kernel: target, type of the words, words of a row."""
+
+    target: str
+    words: str
+    width: int
 
 
 class Variant(NamedTuple):
@@ -78,28 +92,47 @@ def compile_variant(variant: Variant) -> Any:
     target = TARGETS[variant.target]
     shape = launch_shape(config, lanes=target.warp_size)
     constants = kernel_constants(config, shape)
-    names = pack_kernel.arg_names
+    pointers = POINTERS | {"token_ids_ptr": "*i64" if variant.token_ids == "int64" else "*i32"}
+    return _compile(pack_kernel, target, pointers, constants, shape.warps)
+
+
+def gather_variants() -> Iterator[GatherVariant]:
+    """Variants of the gather kernel: rows that share a program, that fill one, that take several."""
+    return (GatherVariant(*each) for each in product(TARGETS, GATHER_WORDS, GATHER_WIDTHS))
+
+
+def compile_gather(variant: GatherVariant) -> Any:
+    """Triton's compiled gather kernel, as the JIT would compile it."""
+    target = TARGETS[variant.target]
+    block, columns = gather_shape(variant.width)
+    constants = {"WIDTH": variant.width, "BLOCK": block, "COLUMNS": columns}
+    pointers = {"source_ptr": GATHER_WORDS[variant.words], "out_ptr": GATHER_WORDS[variant.words]}
+    return _compile(gather_rows_kernel, target, pointers, constants, THREADS // target.warp_size)
+
+
+def _compile(kernel: Any, target: GPUTarget, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
+    """Compile a kernel; arguments that are not in `pointers` are int32."""
+    names = kernel.arg_names
     signature, attributes = {}, {}
-    for index, param in enumerate(pack_kernel.params):
+    for index, param in enumerate(kernel.params):
         if param.is_constexpr:
             signature[param.name] = "constexpr"
             continue
-        signature[param.name] = POINTERS.get(param.name, "*i32")
+        signature[param.name] = pointers.get(param.name, "*i32")
         if not param.do_not_specialize_on_alignment:  # our own allocations are aligned, and the JIT says so
             attributes[(index,)] = [["tt.divisibility", 16]]
-    signature["token_ids_ptr"] = "*i64" if variant.token_ids == "int64" else "*i32"
     source = ASTSource(
-        fn=pack_kernel,
+        fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=attributes,
     )
-    return triton.compile(source, target=target, options={"num_warps": shape.warps})
+    return triton.compile(source, target=target, options={"num_warps": warps})
 
 
-def resources(variant: Variant) -> Resources:
+def resources(variant: Variant | GatherVariant) -> Resources:
     """Compile a variant and say what it takes."""
-    built = compile_variant(variant)
+    built = compile_gather(variant) if isinstance(variant, GatherVariant) else compile_variant(variant)
     if TARGETS[variant.target].backend == "hip":
         return _hip_resources(built)
     return _cuda_resources(built, TARGETS[variant.target].arch)
@@ -155,6 +188,10 @@ def main() -> None:
     for variant in variants():
         cells = (*variant[:2], "on" if variant.logprobs else "off", *variant[3:], *resources(variant))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print("\n| target | words | width | registers | spills | local | shared | size |")
+    print("| --- " * 8 + "|")
+    for gather in gather_variants():
+        print("| " + " | ".join(map(str, (*gather, *resources(gather)))) + " |", flush=True)
 
 
 if __name__ == "__main__":

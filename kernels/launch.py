@@ -41,7 +41,13 @@ def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]
         "VOCAB_SIZE": config.vocab_size,
         "POLICY": config.policy.bits,
         "LOGPROBS": config.logprobs,
+        "MAX_ACCEPT": config.max_accept,
+        "FAMILY_WIDTH": config.family_width,
+        "FAMILY_WINDOW": config.family_positions,
+        "FAMILY_LIMIT": config.family_limit,
+        "SPEC_WIDTH": config.spec_width,
         "ACCEPT": power_of_two(config.max_accept),
+        "SPEC_COLUMNS": power_of_two(config.spec_width),
         "BLOCK": shape.block,
         "BLOCKS": shape.blocks,
     }

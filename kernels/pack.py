@@ -1,8 +1,8 @@
 """One step of a packer in one launch: append, finish, who sends, scan, gather, advance.
 
 The same rule as `gpupack/loop.py`, to the bit, for a block of the batch a program. Everything a
-program reads of a slot it reads first; a barrier; then it writes. Blocks learn the sums of the blocks
-before them through one 64-bit word each, a launch number above a count, and sums stored before it (CUDA.md).
+program reads of a slot it reads first; a barrier; then it writes. The parts are `rule.py`, `inputs.py`,
+`scan.py` and `items.py`.
 """
 
 from __future__ import annotations
@@ -10,185 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from gpupack.kernels import constants as C
-
-INT32_MIN = tl.constexpr(-(2**31))
-INT32_MAX = tl.constexpr(2**31 - 1)
-NOWHERE = tl.constexpr(2**30)  # no position of a run
-SECTOR = tl.constexpr(8)  # words that memory moves at a time: half of a state row, a piece of a ring
-
-
-@triton.jit
-def state_half(arena_ptr, slot, FIRST: tl.constexpr, mask_slot):
-    """Words FIRST to FIRST + SECTOR of state rows, `[BLOCK, SECTOR]`; 0 where there is none."""
-    offs = slot[:, None] * C.STATE_WIDTH + FIRST + tl.arange(0, SECTOR)[None, :]
-    return tl.load(arena_ptr + offs, mask=mask_slot[:, None], other=0)
+from gpupack.kernels.inputs import address, control_row, launch_word, load_lens, load_run, words_at
+from gpupack.kernels.items import keep_items, keep_records, put_items, put_records, put_speculative, record_width
+from gpupack.kernels.rule import INT32_MAX, SECTOR, field, find_finish, is_due, rows_if, state_half
+from gpupack.kernels.scan import count, publish, put_counts, put_sum, rows_below, sums_below, three_counts
 
 
 @triton.jit
-def field(half, FIELD: tl.constexpr):
-    """State word FIELD, `[BLOCK]`, of the half of the rows that it is in."""
-    columns = tl.arange(0, SECTOR)[None, :]
-    return tl.sum(tl.where(columns == FIELD % SECTOR, half, 0), axis=1)
-
-
-@triton.jit
-def as_int32(token):
-    """Token ids in 32 bits; one that does not fit stays out of every vocabulary."""
-    return tl.minimum(tl.maximum(token.to(tl.int64), INT32_MIN), INT32_MAX).to(tl.int32)
-
-
-@triton.jit
-def control_row(control_ptr, FIELD: tl.constexpr, batch, offs_row, mask_row, UNSET: tl.constexpr):
-    """Control word FIELD of the block's rows, `[BLOCK]`; UNSET where there is none."""
-    return tl.load(control_ptr + C.LAUNCH_WORDS + FIELD * batch + offs_row, mask=mask_row, other=UNSET)
-
-
-@triton.jit
-def rows_if(bits, offs_row, batch):
-    """The rows of the batch, `[BLOCK]` int1, or none if `bits` is 0 (a scalar int1 is no mask in the interpreter)."""
-    return offs_row < tl.where(bits != 0, batch, 0)
-
-
-@triton.jit
-def find_finish(cap, cold, flags, old_len, accept, run, VOCAB_SIZE: tl.constexpr, ACCEPT: tl.constexpr):
-    """Finish within the run `[BLOCK, ACCEPT]`: (code, finished_len, match), `[BLOCK]` each. SPEC.md 2, finish."""
-    place = tl.arange(0, ACCEPT)[None, :]
-    within = place < tl.minimum(accept, cap - old_len)[:, None]
-    invalid = within & ((run < 0) | (run >= VOCAB_SIZE))
-    bad_at = tl.min(tl.where(invalid, place, NOWHERE), axis=1)
-    columns = SECTOR + tl.arange(0, SECTOR)[None, :]
-    is_id = (columns >= C.STOP_0) & (columns < C.STOP_0 + ((flags >> C.STOP_COUNT_SHIFT) & C.STOP_COUNT_MASK)[:, None])
-    ids = tl.where(is_id, cold, -1)  # what meets -1 is outside the vocabulary, and that goes first
-    if ACCEPT == 1:  # all ids at once; with longer runs that would take too many registers
-        is_stop = (tl.max((run == ids).to(tl.int32), axis=1) != 0)[:, None]
-    else:
-        is_stop = run == field(ids, C.STOP_0)[:, None]
-        for k in tl.static_range(1, C.MAX_STOP_IDS):
-            is_stop = is_stop | (run == field(ids, C.STOP_0 + k)[:, None])
-    is_stop = is_stop & within
-    stop_at = tl.min(tl.where(is_stop, place, NOWHERE), axis=1)
-    bad, stop = bad_at < NOWHERE, stop_at < NOWHERE
-    full = (accept > 0) & (old_len + accept >= cap)
-    at = tl.where(bad, bad_at, stop_at)
-    token = tl.sum(tl.where(place == at[:, None], run, 0), axis=1)
-    code = tl.where(full, C.FINISH_LENGTH, C.FINISH_NONE)
-    code = tl.where(bad, C.FINISH_INVALID_TOKEN, tl.where(stop, C.FINISH_STOP_TOKEN, code))
-    end = tl.where(bad, old_len + bad_at, tl.where(stop, old_len + stop_at + 1, tl.where(full, cap, -1)))
-    match = tl.where(bad | stop, token, tl.where(full, cap, 0))
-    return code, end, match
-
-
-@triton.jit
-def is_due(flags, visible, cursor, interval, POLICY: tl.constexpr):
-    """The interval rule of running requests, `[BLOCK]` int1. SPEC.md section 2, points 4 and 5."""
-    unsent = visible - cursor
-    interval = tl.maximum(interval, 1)  # that of a slot without a request is 0
-    if C.POLICY_STREAM_UNSENT & POLICY:
-        stream_due = (unsent >= interval) | ((cursor == 0) & (unsent > 0))
-    else:
-        stream_due = visible % interval == 1
-    if C.POLICY_FORCE_UNSENT & POLICY:
-        force_due = unsent >= interval
-    else:
-        force_due = visible % interval == 0
-    if C.POLICY_FIRST_TOKEN_FLUSH & POLICY:
-        force_due = force_due | ((cursor == 0) & (unsent > 0))
-    due = tl.where((flags & C.STATE_STREAM) != 0, (interval == 1) | stream_due, force_due)
-    if C.POLICY_SKIP_EMPTY & POLICY:
-        due = due & (unsent > 0)
-    return due
-
-
-@triton.jit
-def put_items(
-    ring_ptr, slot, out_ptr, at, run, begin, end, old_len, mask_row, WINDOW: tl.constexpr, ACCEPT: tl.constexpr
-):
-    """Copy output items [begin, end) of each row to out[at:]: the ring has those before old_len, the run the rest."""
-    in_ring = tl.where(mask_row, tl.minimum(end, old_len) - begin, 0)
-    for chunk in range(0, tl.max(in_ring, axis=0), SECTOR):
-        place = chunk + tl.arange(0, SECTOR)[None, :]
-        mask = place < in_ring[:, None]
-        source = slot[:, None] * WINDOW + ((begin[:, None] + place) & (WINDOW - 1))
-        tl.store(out_ptr + at[:, None] + place, tl.load(ring_ptr + source, mask=mask), mask=mask)
-    position = old_len[:, None] + tl.arange(0, ACCEPT)[None, :]
-    mask = mask_row[:, None] & (position >= begin[:, None]) & (position < end[:, None])
-    tl.store(out_ptr + at[:, None] + position - begin[:, None], run, mask=mask)
-
-
-@triton.jit
-def keep_items(ring_ptr, slot, run, begin, end, old_len, mask_row, WINDOW: tl.constexpr, ACCEPT: tl.constexpr):
-    """Keep what is unsent of the run, from output position `begin` on, in the ring."""
-    position = old_len[:, None] + tl.arange(0, ACCEPT)[None, :]
-    mask = mask_row[:, None] & (position >= begin[:, None]) & (position < end[:, None])
-    tl.store(ring_ptr + slot[:, None] * WINDOW + (position & (WINDOW - 1)), run, mask=mask)
-
-
-@triton.jit
-def count(condition):
-    """How many rows of the block."""
-    return tl.sum(condition.to(tl.int32), axis=0)
-
-
-@triton.jit
-def three_counts(a, b, c):
-    """Three counts of the block in one word."""
-    first, second, third = a.to(tl.int32), b.to(tl.int32), c.to(tl.int32)
-    return tl.sum(first | (second << C.SCAN_SECOND) | (third << C.SCAN_THIRD), axis=0)
-
-
-@triton.jit
-def put_sum(scan_ptr, AXIS: tl.constexpr, block, value, BLOCKS: tl.constexpr):
-    """Lay down this block's sum on an axis; `publish` tells later blocks that it is there."""
-    tl.store(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + block, value.to(tl.int64))
-
-
-@triton.jit
-def publish(scan_ptr, block, launch, rows, BLOCKS: tl.constexpr):
-    """Tell later blocks that all sums of this block are there, and how many rows it has."""
-    word = (launch << 32) | rows.to(tl.int64)
-    tl.atomic_xchg(scan_ptr + C.SCAN_HEADER + C.SCAN_ROWS * BLOCKS + block, word, sem="release")
-
-
-@triton.jit
-def rows_below(scan_ptr, block, launch, BLOCKS: tl.constexpr):
-    """Rows of all lower blocks; waits until every one has published in this launch."""
-    offs = tl.arange(0, BLOCKS)
-    mask = offs < block
-    pointer = scan_ptr + C.SCAN_HEADER + C.SCAN_ROWS * BLOCKS + offs
-    word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
-    while tl.max(tl.where(mask & ((word >> 32) != launch), 1, 0), axis=0) == 1:
-        word = tl.atomic_add(pointer, 0, mask=mask, sem="acquire")
-    return tl.sum(tl.where(mask, word & 0xFFFFFFFF, 0).to(tl.int32), axis=0)
-
-
-@triton.jit
-def sums_below(scan_ptr, AXIS: tl.constexpr, block, BLOCKS: tl.constexpr):
-    """Sums of the lower blocks on an axis, `[BLOCKS]`, 0 elsewhere; all of them have published."""
-    offs = tl.arange(0, BLOCKS)
-    return tl.load(scan_ptr + C.SCAN_HEADER + AXIS * BLOCKS + offs, mask=offs < block, other=0).to(tl.int32)
-
-
-@triton.jit
-def put_counts(out_ptr, own, below, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
-    """Header words of three counters: this block's and those of the blocks below."""
-    tl.store(out_ptr + FIRST, (own & C.SCAN_COUNT_MASK) + tl.sum(below & C.SCAN_COUNT_MASK, axis=0))
-    own_second, second = own >> C.SCAN_SECOND, below >> C.SCAN_SECOND
-    tl.store(out_ptr + SECOND, (own_second & C.SCAN_COUNT_MASK) + tl.sum(second & C.SCAN_COUNT_MASK, axis=0))
-    own_third, third = own >> C.SCAN_THIRD, below >> C.SCAN_THIRD
-    tl.store(out_ptr + THIRD, (own_third & C.SCAN_COUNT_MASK) + tl.sum(third & C.SCAN_COUNT_MASK, axis=0))
-
-
-# Inputs come from wherever the sampler put them: their alignment must not choose a variant.
-@triton.jit(
-    do_not_specialize_on_alignment=["handles_ptr", "token_ids_ptr", "accept_lens_ptr", "logprobs_ptr"],
-)
 def pack_kernel(
-    arena_ptr,  # int32: state [CAPACITY, STATE_WIDTH], token ring [CAPACITY, WINDOW], logprob ring likewise
-    handles_ptr,  # int64 [batch]
-    token_ids_ptr,  # int32 or int64 [batch, token_stride]
-    accept_lens_ptr,  # int32 [batch]
-    logprobs_ptr,  # int32 bit patterns [batch, logprob_stride]
-    control_ptr,  # int32: launch words, then control rows [CONTROL_WIDTH, batch]
+    arena_ptr,  # int32: `HostArenas.parts`, one behind the other
+    control_ptr,  # int32: launch words, addresses of the inputs, then control rows [CONTROL_WIDTH, batch]
     out_ptr,  # int32: one packed step
     scan_ptr,  # int64: launch number, then words [SCAN axes, BLOCKS]
     CAPACITY: tl.constexpr,
@@ -198,48 +29,68 @@ def pack_kernel(
     VOCAB_SIZE: tl.constexpr,
     POLICY: tl.constexpr,
     LOGPROBS: tl.constexpr,
+    MAX_ACCEPT: tl.constexpr,
+    FAMILY_WIDTH: tl.constexpr,  # words of the widest record; 0: no top-k or token-ids logprobs
+    FAMILY_WINDOW: tl.constexpr,
+    FAMILY_LIMIT: tl.constexpr,
+    SPEC_WIDTH: tl.constexpr,  # speculative counters of a slot; 0: none
     ACCEPT: tl.constexpr,  # longest run, rounded up to a power of two
+    SPEC_COLUMNS: tl.constexpr,  # likewise
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # most blocks of a launch, a power of two
 ):
     """One step for BLOCK rows of the batch; see the module and CUDA.md."""
     block = tl.program_id(0)
     launch = tl.load(scan_ptr)
-    batch = tl.load(control_ptr + C.LAUNCH_BATCH)
-    mode = tl.load(control_ptr + C.LAUNCH_MODE)
+    batch = launch_word(control_ptr, C.LAUNCH_BATCH)
+    mode = launch_word(control_ptr, C.LAUNCH_MODE)
     token_ring_ptr = arena_ptr + CAPACITY * C.STATE_WIDTH
     logprob_ring_ptr = token_ring_ptr + tl.full([], CAPACITY, tl.int64) * WINDOW
+    family_ring_ptr = logprob_ring_ptr + tl.full([], CAPACITY, tl.int64) * (WINDOW if LOGPROBS else 0)
+    spec_ptr = family_ring_ptr + tl.full([], CAPACITY, tl.int64) * (FAMILY_WINDOW * FAMILY_WIDTH)
 
     # Handle check: a handle that has ended, was never given or is padding has no live slot.
     offs_row = block * BLOCK + tl.arange(0, BLOCK)
     mask_row = offs_row < batch
+    handles_ptr = address(control_ptr, C.ADDRESS_HANDLES).to(tl.pointer_type(tl.int64))
     handle = tl.load(handles_ptr + offs_row, mask=mask_row, other=C.PADDING_HANDLE)
     slot = handle & 0xFFFFFFFF
     mask_slot = (handle >= 0) & (slot < CAPACITY)
     # By halves: a field is taken out of 8 columns with half the instructions that 16 need.
     hot = state_half(arena_ptr, slot, 0, mask_slot)
-    cold = state_half(arena_ptr, slot, SECTOR, mask_slot)  # the match and the stop ids
+    cold = state_half(arena_ptr, slot, SECTOR, mask_slot)  # match, widths and stop ids
     flags = field(hot, C.FLAGS)
     generation = (handle >> C.SLOT_BITS).to(tl.int32)
     live = mask_slot & (field(hot, C.GENERATION) == generation) & ((flags & C.STATE_LIVE) != 0)
     stale = mask_row & ~live & (handle != C.PADDING_HANDLE)
 
     # What the host asks; a skipped row neither appends nor sends.
-    mask_control = live & rows_if(tl.load(control_ptr + C.LAUNCH_CONTROLLED), offs_row, batch)
+    mask_control = live & rows_if(launch_word(control_ptr, C.LAUNCH_CONTROLLED), offs_row, batch)
     asked = control_row(control_ptr, C.CONTROL_FLAGS_ROW, batch, offs_row, mask_control, 0)
     visible_len = control_row(control_ptr, C.CONTROL_VISIBLE_LEN, batch, offs_row, mask_control, -1)
     live = live & ((asked & C.CONTROL_SKIP) == 0)
 
     # The accepted run, [BLOCK, ACCEPT]; a row with an impossible length, or without its logprobs, is an error.
     appending, packing = rows_if(mode & C.MODE_APPEND, offs_row, batch), rows_if(mode & C.MODE_PACK, offs_row, batch)
-    accept = tl.load(accept_lens_ptr + offs_row, mask=live & appending, other=0)
+    accept = tl.load(words_at(control_ptr, C.ADDRESS_ACCEPT_LENS) + offs_row, mask=live & appending, other=0)
     has_scores = live & ((flags & C.STATE_LOGPROBS) != 0)
-    without_scores = rows_if(1 - tl.load(control_ptr + C.LAUNCH_HAS_LOGPROBS), offs_row, batch)
+    widths = field(cold, C.WIDTHS)
+    without_scores = rows_if(1 - launch_word(control_ptr, C.LAUNCH_HAS_LOGPROBS), offs_row, batch)
+    if FAMILY_WIDTH:
+        few = (widths & C.TOP_WIDTH_MASK) > launch_word(control_ptr, C.LAUNCH_TOP_WIDTH)
+        without_scores = without_scores | few
+        few = (widths >> C.IDS_WIDTH_SHIFT) > launch_word(control_ptr, C.LAUNCH_IDS_WIDTH)
+        without_scores = without_scores | few
     error = live & (
         (accept < 0)
-        | (accept > tl.load(control_ptr + C.LAUNCH_MAX_ACCEPT))
+        | (accept > launch_word(control_ptr, C.LAUNCH_MAX_ACCEPT))
         | (has_scores & (accept > 0) & without_scores)
     )
+    if SPEC_WIDTH:
+        verified = live & rows_if(mode & C.MODE_VERIFY, offs_row, batch)
+        block_len = load_lens(control_ptr, C.ADDRESS_BLOCK_ACCEPT, offs_row, batch, verified)
+        cap_len = load_lens(control_ptr, C.ADDRESS_CAP, offs_row, batch, verified)
+        error = error | (block_len < 0) | (cap_len < 0) | (cap_len > MAX_ACCEPT)
     live = live & ~error
     accept = tl.where(live, accept, 0)
     has_scores = has_scores & live
@@ -249,11 +100,8 @@ def pack_kernel(
     taken = live & ~conveyed & ~gone
     was_finished = (flags & C.STATE_FINISHED) != 0
     accept = tl.where(conveyed | (taken & ~was_finished), accept, 0)
-    place = tl.arange(0, ACCEPT)[None, :]
-    mask_run = place < accept[:, None]
-    offs_run = offs_row[:, None].to(tl.int64)
-    token_stride = tl.load(control_ptr + C.LAUNCH_TOKEN_STRIDE)
-    run = as_int32(tl.load(token_ids_ptr + offs_run * token_stride + place, mask=mask_run, other=0))
+    mask_run = tl.arange(0, ACCEPT)[None, :] < accept[:, None]
+    run = load_run(control_ptr, offs_row, batch, mask_run, ACCEPT)
 
     # Whether it ends: what the host asks goes first; nothing counts behind a finish that is known already.
     old_len = tl.where(conveyed, 0, field(hot, C.OUTPUT_LEN))
@@ -280,6 +128,8 @@ def pack_kernel(
     cursor = tl.where(conveyed, 0, field(hot, C.TOKEN_CURSOR))
     score_cursor = tl.where(conveyed, 0, field(hot, C.LOGPROB_CURSOR))
     over = (new_len - cursor > BACKLOG_LIMIT) | (has_scores & (new_len - score_cursor > BACKLOG_LIMIT))
+    if FAMILY_WIDTH:
+        over = over | (has_scores & (widths != 0) & (new_len - score_cursor > FAMILY_LIMIT))
     over = over & taken
     due = is_due(flags, visible, cursor, field(hot, C.INTERVAL), POLICY)
     due = due | (((asked & C.CONTROL_FLUSH) != 0) & (visible > cursor))
@@ -294,16 +144,25 @@ def pack_kernel(
 
     # How many items; then where, in the order of the batch.
     score_end = tl.where(conveyed, accept, tl.maximum(visible, 1))
+    if C.POLICY_RETRACTED_LOGPROBS & POLICY:
+        retracted = taken & ((asked & C.CONTROL_RETRACTED) != 0)
+        score_end = tl.where(retracted, visible, score_end)
     exist = tl.minimum(score_end, new_len)
-    tokens = tl.where(row, tl.maximum(visible - cursor, 0), 0)
+    hidden = returns & taken & (visible == 0) & (cursor == 0) & (exist > score_cursor)
+    shown = tl.where(hidden, exist, visible)  # the id of a logprob may be that of a token that is not output
+    tokens = tl.where(row, tl.maximum(shown - cursor, 0), 0)
     scores = tl.where(returns, tl.maximum(exist - score_cursor, 0), 0)
     rank = tl.cumsum(row.to(tl.int32), axis=0)
     token_sum, score_sum = tl.cumsum(tokens, axis=0), tl.cumsum(scores, axis=0)
+    record_words = scores * record_width(widths) if FAMILY_WIDTH else scores * 0
+    record_sum = tl.cumsum(record_words, axis=0) if FAMILY_WIDTH else record_words
     lost = three_counts(stale, late, early) | (tl.max(error.to(tl.int32), axis=0) << C.SCAN_ERROR)
     kinds = three_counts(held, finished & row, conveyed)
     block_rows, block_tokens, block_scores = count(row), tl.sum(tokens, axis=0), tl.sum(scores, axis=0)
     put_sum(scan_ptr, C.SCAN_TOKENS, block, block_tokens, BLOCKS)
     put_sum(scan_ptr, C.SCAN_LOGPROBS, block, block_scores, BLOCKS)
+    if FAMILY_WIDTH:
+        put_sum(scan_ptr, C.SCAN_FAMILIES, block, tl.sum(record_words, axis=0), BLOCKS)
     put_sum(scan_ptr, C.SCAN_LOST, block, lost, BLOCKS)
     put_sum(scan_ptr, C.SCAN_KINDS, block, kinds, BLOCKS)
     # Everything of a slot has been read, by every warp: from here on it may be written. It also orders
@@ -313,15 +172,19 @@ def pack_kernel(
     first_row = rows_below(scan_ptr, block, launch, BLOCKS)
     first_token = tl.sum(sums_below(scan_ptr, C.SCAN_TOKENS, block, BLOCKS), axis=0)
     first_score = tl.sum(sums_below(scan_ptr, C.SCAN_LOGPROBS, block, BLOCKS), axis=0)
+    first_record = first_score * 0
+    if FAMILY_WIDTH:
+        first_record = tl.sum(sums_below(scan_ptr, C.SCAN_FAMILIES, block, BLOCKS), axis=0)
 
     # The row table, columns of `stride` words (layout.packed_layout).
     stride = (batch + C.ALIGN_WORDS) // C.ALIGN_WORDS * C.ALIGN_WORDS
-    token_base = C.HEADER_WORDS + C.ROW_WIDTH * stride
+    token_base = C.HEADER_WORDS + (C.ROW_WIDTH + SPEC_WIDTH) * stride
     items = (batch.to(tl.int64) * MAX_ITEMS + C.ALIGN_WORDS - 1) // C.ALIGN_WORDS * C.ALIGN_WORDS
     score_base = token_base + items
     at = out_ptr + C.HEADER_WORDS + first_row + rank - 1
     row_flags = ((flags >> C.CODE_SHIFT) & C.CODE_MASK) << C.ROW_CODE_SHIFT
     row_flags = row_flags | tl.where(finished, C.ROW_FINAL, 0) | tl.where(early, C.ROW_EARLY, 0)
+    row_flags = row_flags | tl.where(hidden, C.ROW_HIDDEN_TOKEN, 0)
     tl.store(at + C.R_BATCH_INDEX * stride, offs_row, mask=row)
     tl.store(at + C.R_SLOT * stride, slot.to(tl.int32), mask=row)
     tl.store(at + C.R_GENERATION * stride, generation, mask=row)
@@ -332,26 +195,50 @@ def pack_kernel(
     tl.store(at + C.R_LOGPROB_START * stride, score_cursor, mask=row)
     tl.store(at + C.R_TOKEN_INDPTR * stride + 1, first_token + token_sum, mask=row)
     tl.store(at + C.R_LOGPROB_INDPTR * stride + 1, first_score + score_sum, mask=row)
+    tl.store(at + C.R_FAMILIES_INDPTR * stride + 1, first_record + record_sum, mask=row)
 
     # The items: tokens from the cursor to the visible length, logprobs from a cursor of their own.
     token_at = (token_base + first_token + token_sum - tokens).to(tl.int64)
-    put_items(token_ring_ptr, slot, out_ptr, token_at, run, cursor, visible, old_len, row, WINDOW, ACCEPT)
+    put_items(token_ring_ptr, slot, out_ptr, token_at, run, cursor, shown, old_len, row, WINDOW, ACCEPT)
     sent_to = tl.where(row, tl.maximum(cursor, visible), cursor)
     final = finished & row
     if LOGPROBS:
-        score_stride = tl.load(control_ptr + C.LAUNCH_LOGPROB_STRIDE)
+        score_stride = launch_word(control_ptr, C.LAUNCH_LOGPROB_STRIDE)
+        offs_run = offs_row[:, None].to(tl.int64) * score_stride + tl.arange(0, ACCEPT)[None, :]
         mask_scores = mask_run & has_scores[:, None]
-        score_run = tl.load(logprobs_ptr + offs_run * score_stride + place, mask=mask_scores, other=0)
+        score_run = tl.load(words_at(control_ptr, C.ADDRESS_LOGPROBS) + offs_run, mask=mask_scores, other=0)
         score_at = score_base + first_score + score_sum - scores
         put_items(
             logprob_ring_ptr, slot, out_ptr, score_at, score_run, score_cursor, exist, old_len, returns, WINDOW, ACCEPT
         )
+        first_unsent = exist
         if not C.POLICY_LOGPROB_EXISTING & POLICY:
-            exist = score_end
-        score_cursor = tl.where(returns & taken, tl.maximum(score_cursor, exist), score_cursor)
+            first_unsent = score_end
+        unsent_from = tl.where(returns & taken, tl.maximum(score_cursor, first_unsent), score_cursor)
+        if C.POLICY_RETRACTED_LOGPROBS & POLICY:
+            unsent_from = tl.where(returns & retracted & (new_len == 0), 0, unsent_from)
         keep = has_scores & taken & ~final
-        keep_items(logprob_ring_ptr, slot, score_run, score_cursor, new_len, old_len, keep, WINDOW, ACCEPT)
+        keep_items(logprob_ring_ptr, slot, score_run, unsent_from, new_len, old_len, keep, WINDOW, ACCEPT)
+        if FAMILY_WIDTH:
+            record_at = score_base + items + first_record + record_sum - record_words
+            put_records(
+                family_ring_ptr, slot, out_ptr, record_at, control_ptr, offs_row, widths, score_cursor, exist, old_len,
+                returns, FAMILY_WINDOW, FAMILY_WIDTH,
+            )  # fmt: skip
+            keep_records(
+                family_ring_ptr, slot, control_ptr, offs_row, widths, unsent_from, new_len, old_len, keep,
+                FAMILY_WINDOW, FAMILY_WIDTH,
+            )  # fmt: skip
+        score_cursor = unsent_from
     keep_items(token_ring_ptr, slot, run, sent_to, new_len, old_len, taken & ~final, WINDOW, ACCEPT)
+
+    if SPEC_WIDTH:
+        has_caps = rows_if(mode & C.MODE_CAP_LENS, offs_row, batch)
+        counted = verified & (conveyed | (taken & (accept > 0)))
+        put_speculative(
+            spec_ptr, slot, at + C.ROW_WIDTH * stride, stride, accept, block_len, cap_len, counted, has_caps, row,
+            conveyed, MAX_ACCEPT, SPEC_WIDTH, SPEC_COLUMNS,
+        )  # fmt: skip
 
     # The state: the hot sector of each slot at once, what ended it only when it ended.
     flags = flags | tl.where(final, C.STATE_FINAL_SENT, 0)
@@ -369,6 +256,7 @@ def pack_kernel(
     if block == 0:
         tl.store(out_ptr + C.HEADER_WORDS + C.R_TOKEN_INDPTR * stride, 0)
         tl.store(out_ptr + C.HEADER_WORDS + C.R_LOGPROB_INDPTR * stride, 0)
+        tl.store(out_ptr + C.HEADER_WORDS + C.R_FAMILIES_INDPTR * stride, 0)
     if block == tl.num_programs(0) - 1:
         lost_below = sums_below(scan_ptr, C.SCAN_LOST, block, BLOCKS)
         kinds_below = sums_below(scan_ptr, C.SCAN_KINDS, block, BLOCKS)
@@ -377,6 +265,7 @@ def pack_kernel(
         tl.store(out_ptr + C.H_ROWS, first_row + block_rows)
         tl.store(out_ptr + C.H_TOKENS, first_token + block_tokens)
         tl.store(out_ptr + C.H_LOGPROBS, first_score + block_scores)
+        tl.store(out_ptr + C.H_FAMILIES, first_record + tl.sum(record_words, axis=0))
         put_counts(out_ptr, lost, lost_below, C.H_STALE, C.H_LATE, C.H_EARLY)
         put_counts(out_ptr, kinds, kinds_below, C.H_HELD, C.H_FINISHED, C.H_CONVEYED)
         errors = (lost >> C.SCAN_ERROR) | tl.max(lost_below >> C.SCAN_ERROR, axis=0)

@@ -28,6 +28,8 @@ class Row:
     code: int = 0
     match: int = 0
     logprobs: Sequence[float] | None = None
+    families: Sequence[int] = ()
+    spec: Sequence[int] = ()
 
     @property
     def flag_word(self) -> int:
@@ -54,13 +56,16 @@ def indptr(lengths: Sequence[int]) -> NDArray[np.int32]:
 def packed_step(rows: Sequence[Row], has_logprobs: bool, *, spare: int = 3) -> PackedStep:
     """A packed step in a poisoned buffer made for `spare` rows and items more than there are."""
     most = max([1, *(len(row.tokens) for row in rows), *(len(row.logprobs or ()) for row in rows)])
-    geometry = L.packed_layout(len(rows) + spare, most, has_logprobs)
+    records = max([0, *(len(row.families) for row in rows)])
+    spec_width = max([0, *(len(row.spec) for row in rows)])
+    geometry = L.packed_layout(len(rows) + spare, L.PackedShape(most, has_logprobs, records, spec_width))
     buffer = np.full(geometry.size, POISON, np.int32)
     buffer[: L.HEADER_WORDS] = 0
-    packed = PackedStep(buffer, geometry, has_logprobs)
+    packed = PackedStep(buffer, geometry, has_logprobs, spec_width=spec_width)
     buffer[L.H_ROWS] = buffer[L.H_BATCH] = len(rows)
     buffer[L.H_TOKENS] = sum(len(row.tokens) for row in rows)
     buffer[L.H_LOGPROBS] = sum(len(row.logprobs or ()) for row in rows)
+    buffer[L.H_FAMILIES] = sum(len(row.families) for row in rows)
     buffer[L.H_CONVEYED] = sum(bool(row.flags & L.ROW_CONVEYED) for row in rows)
     buffer[L.H_FINISHED] = sum(bool(row.flags & L.ROW_FINAL) for row in rows)
     packed.column(L.R_SLOT)[:] = [row.slot for row in rows]
@@ -70,6 +75,10 @@ def packed_step(rows: Sequence[Row], has_logprobs: bool, *, spare: int = 3) -> P
     packed.column(L.R_MATCH)[:] = [row.match for row in rows]
     packed.token_indptr[:] = indptr([len(row.tokens) for row in rows])
     packed.logprob_indptr[:] = indptr([len(row.logprobs or ()) for row in rows])
+    packed.families_indptr[:] = indptr([len(row.families) for row in rows])
+    packed.families[:] = [word for row in rows for word in row.families]
+    for counter in range(spec_width):
+        packed.spec(counter)[:] = [row.spec[counter] for row in rows]
     packed.token_ids[:] = [token for row in rows for token in row.tokens]
     if has_logprobs:
         packed.logprobs[:] = [value for row in rows for value in row.logprobs or ()]
@@ -99,6 +108,11 @@ def frame_of(step: Step, *, stream_id: int = 0, frame_no: int = 0, dp_rank: int 
         token_ids=column([token for row in rows for token in row.tokens]),
         logprob_indptr=indptr([len(row.logprobs or ()) for row in rows]) if step.has_logprobs else None,
         logprobs=np.array([x for row in rows for x in row.logprobs or ()], np.float32) if step.has_logprobs else None,
+        families_indptr=indptr([len(row.families) for row in rows]) if any(row.families for row in rows) else None,
+        families=column([word for row in rows for word in row.families]) if any(row.families for row in rows) else None,
+        spec=column([word for words in zip(*(row.spec for row in rows), strict=True) for word in words])
+        if any(row.spec for row in rows)
+        else None,
         side=step.side,
     )
 

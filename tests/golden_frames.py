@@ -14,7 +14,7 @@ from frames import Row, Step, frame_of
 from gpupack import layout as L
 from gpupack.wire.codec import encode_frame
 from gpupack.wire.frame import stamp
-from gpupack.wire.side import OpeningRecord, RowExtras, SideRecord
+from gpupack.wire.side import Array, InputLogprobs, OpeningRecord, RowExtras, SideRecord
 
 FOLDER = Path(__file__).parent / "golden"
 STREAM_ID = 0x1122334455667788
@@ -44,6 +44,36 @@ STEPS = {
             ],
             extras=[RowExtras(row=1, finish={"type": "abort", "message": "gone", "status_code": 499})],
             ended=[(6 << L.SLOT_BITS) | 2],
+        ),
+    ),
+    "families": Step(
+        [
+            Row(5, 3, [7], 2, logprobs=[-0.5], families=[11, 12, 13, 14, 15], spec=[1, 2, 3, 4, 5, 6, 7, 8]),
+            Row(6, 1, [9], 0, flags=L.ROW_HIDDEN_TOKEN, logprobs=[-1.5], spec=[9, 0, 0, 0, 0, 0, 0, 1]),
+        ],
+        has_logprobs=True,
+        step=9,
+    ),
+    "extras": Step(
+        [Row(1, 2, [7, 8], 2, flags=L.ROW_OPENING), Row(6, 1, [9], 5)],
+        step=8,
+        side=SideRecord(
+            openings=[
+                OpeningRecord(
+                    row=0, rid="e", return_logprob=True, top_logprobs_num=2, token_ids_logprob=[5], image_tokens=3,
+                    return_hidden_states=True, cached_tokens_details={"device": 4, "host": 0},
+                )
+            ],
+            extras=[
+                RowExtras(
+                    row=0,
+                    input_logprobs=InputLogprobs([None, -0.5], [3, 4]),
+                    hidden_states=[[0.5, 1.5], Array("bfloat16", [2], bytes(4))],
+                    customized_info={"key": ["x", None], "none": None},
+                ),
+                RowExtras(row=1, time_stats=b"t", counts={"reasoning_tokens": 6}),
+            ],
+            returned=["hidden_states"],
         ),
     ),
     "idle": Step([], step=4, idle=True),

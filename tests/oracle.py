@@ -17,7 +17,7 @@ from gpupack.config import PackerConfig
 from gpupack.request import Request, Resume
 
 # Written out here, not imported: a mistake in layout.py must show.
-SKIP, HOLD, FLUSH, FINISH = 1, 2, 4, 8
+SKIP, HOLD, FLUSH, FINISH, RETRACTED = 1, 2, 4, 8, 16
 CODES = ("none", "stop_token", "length", "invalid_token", "stop_string", "host")
 
 
@@ -27,7 +27,7 @@ class Row:
 
     batch_index: int
     handle: int
-    flags: frozenset[str]  # of final, early, conveyed
+    flags: frozenset[str]  # of final, early, conveyed, hidden token
     code: str
     visible_len: int
     match: int
@@ -35,6 +35,20 @@ class Row:
     logprob_start: int
     token_ids: tuple[int, ...]
     logprobs: tuple[int, ...]
+    families: tuple[int, ...] = ()  # words of the records of the same positions as the logprobs, joined
+    spec: tuple[int, ...] = ()
+
+
+@dataclass
+class Run:
+    """What a step brings of one request: tokens, bits of their logprobs, a record for each, lens if it verified."""
+
+    tokens: list[int] = field(default_factory=list)
+    bits: list[int] = field(default_factory=list)
+    records: list[list[int]] = field(default_factory=list)
+    verified: bool = False
+    block: int = 0
+    cap: int | None = None
 
 
 @dataclass
@@ -71,6 +85,8 @@ class Record:
     stop_ids: list[int]
     tokens: list[Any]  # the whole output; None where it was sent before a resume
     logprobs: list[Any]  # bit patterns, one for each token if asked for
+    families: list[Any]  # records, one for each token if asked for
+    spec: list[int]
     token_cursor: int = 0
     logprob_cursor: int = 0
     code: str = "none"
@@ -87,7 +103,13 @@ class Record:
         return self.code != "none"
 
     def snapshot(self) -> Record:
-        return replace(copy(self), tokens=list(self.tokens), logprobs=list(self.logprobs))
+        return replace(
+            copy(self),
+            tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
+            families=list(self.families),
+            spec=list(self.spec),
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +167,8 @@ class Oracle:
                 stop_ids=self._stop_ids(request),
                 tokens=sent_tokens + [int(token) for token in start.unsent_tokens],
                 logprobs=sent_logprobs + [_bits(value) for value in start.unsent_logprobs],
+                families=sent_logprobs + _records(start.unsent_families, request),
+                spec=[int(count) for count in start.spec_counts] or [0] * self._spec_width(),
                 token_cursor=start.token_cursor,
                 logprob_cursor=start.logprob_cursor,
             )
@@ -161,17 +185,20 @@ class Oracle:
 
     def retract(self, handle: int, *, output_len: int | None = None) -> Resume:
         """As `Packer.retract`: what no step in flight has sent yet, up to what the host committed."""
-        record = self.settled(handle)
+        record, counts = self.settled(handle), self.records[handle].spec
         self.retire([handle])
         end = record.output_len if output_len is None else output_len
         asked = record.request.return_logprob
         bits = record.logprobs[record.logprob_cursor : end] if asked else []
+        records = record.families[record.logprob_cursor : end] if asked else []
         return Resume(
             output_len=end,
             token_cursor=record.token_cursor,
             logprob_cursor=record.logprob_cursor,
             unsent_tokens=np.array(record.tokens[record.token_cursor : end], np.int32),
             unsent_logprobs=np.array(bits, np.uint32).view(np.float32),
+            unsent_families=np.array([word for words in records for word in words], np.int32),
+            spec_counts=np.array(counts, np.int32),
         )
 
     def settled(self, handle: int) -> Record:
@@ -184,37 +211,49 @@ class Oracle:
     # --- steps ------------------------------------------------------------------------------------
 
     def step(
-        self,
-        handles: Any,
-        token_ids: Any,
-        *,
-        accept_lens: Any = None,
-        logprobs: Any = None,
-        control: Any = None,
-        return_logprob: bool = True,
+        self, handles: Any, token_ids: Any, *, control: Any = None, return_logprob: bool = True, **inputs: Any
     ) -> OracleTicket:
-        runs = self._runs(handles, token_ids, accept_lens, logprobs)
+        runs = self._runs(handles, token_ids, **inputs)
         return self._launch(handles, runs, control, packing=True, return_logprob=return_logprob)
 
-    def append(self, handles: Any, token_ids: Any, *, accept_lens: Any = None, logprobs: Any = None) -> OracleTicket:
-        runs = self._runs(handles, token_ids, accept_lens, logprobs)
-        return self._launch(handles, runs, None, packing=False, return_logprob=False)
+    def append(self, handles: Any, token_ids: Any, **inputs: Any) -> OracleTicket:
+        return self._launch(
+            handles, self._runs(handles, token_ids, **inputs), None, packing=False, return_logprob=False
+        )
 
     def pack(self, handles: Any, *, control: Any = None, return_logprob: bool = True) -> OracleTicket:
-        runs: list[tuple[list[int], list[int]]] = [([], []) for _ in _ints(handles)]
+        runs = [Run() for _ in _ints(handles)]
         return self._launch(handles, runs, control, packing=True, return_logprob=return_logprob)
 
-    def _runs(self, handles: Any, token_ids: Any, accept_lens: Any, logprobs: Any) -> list[tuple[list[int], list[int]]]:
-        """Accepted tokens and the bits of their logprobs, for each row."""
+    def _runs(
+        self, handles: Any, token_ids: Any, accept_lens: Any = None, logprobs: Any = None, top_logprobs_val: Any = None,
+        top_logprobs_idx: Any = None, token_ids_logprobs_val: Any = None, block_accept_lens: Any = None,
+        cap_lens: Any = None,
+    ) -> list[Run]:  # fmt: skip
+        """What the step brings of each row."""
         runs = []
         for i, handle in enumerate(_ints(handles)):
             if handle not in self.records:  # what stands in such a row is never read
-                runs.append(([], []))
+                runs.append(Run())
                 continue
+            request = self.records[handle].request
             accept = 1 if accept_lens is None else int(accept_lens[i])
             tokens = [int(token) for token in np.ravel(token_ids[i])[:accept]]
             bits = [] if logprobs is None else [_bits(value) for value in np.ravel(logprobs[i])[:accept]]
-            runs.append((tokens, bits))
+            records: list[list[int]] = [[] for _ in range(accept)]
+            if request.top_logprobs_num:
+                values, ids = np.atleast_2d(top_logprobs_val[i]), np.atleast_2d(top_logprobs_idx[i])
+                for p in range(accept):
+                    records[p] += [_signed_bits(value) for value in values[p, : request.top_logprobs_num]]
+                    records[p] += [int(index) for index in ids[p, : request.top_logprobs_num]]
+            if len(request.token_ids_logprob):
+                values = np.atleast_2d(token_ids_logprobs_val[i])
+                for p in range(accept):
+                    records[p] += [_signed_bits(value) for value in values[p, : len(request.token_ids_logprob)]]
+            run = Run(tokens, bits, records, verified=self.config.speculative and accept_lens is not None)
+            run.block = 0 if block_accept_lens is None else int(block_accept_lens[i])
+            run.cap = None if cap_lens is None else int(cap_lens[i])
+            runs.append(run)
         return runs
 
     def _launch(self, handles: Any, runs: Any, control: Any, *, packing: bool, return_logprob: bool) -> OracleTicket:
@@ -228,7 +267,7 @@ class Oracle:
             if handle not in self.records:
                 step.stale += 1
                 continue
-            row = self._one(step, index, handle, *runs[index], _asked(control, index), packing, return_logprob)
+            row = self._one(step, index, handle, runs[index], _asked(control, index), packing, return_logprob)
             if row is not None:
                 step.rows.append(row)
         ticket = OracleTicket(self, step, before)
@@ -245,27 +284,33 @@ class Oracle:
     # --- one request in one step ------------------------------------------------------------------
 
     def _one(
-        self, step: Step, index: int, handle: int, run: list[int], bits: list[int], asked: Asked, packing: bool,
-        return_logprob: bool,
-    ) -> Row | None:  # fmt: skip
+        self, step: Step, index: int, handle: int, run: Run, asked: Asked, packing: bool, return_logprob: bool
+    ) -> Row | None:
         record = self.records[handle]
         wants_logprobs = record.request.return_logprob
+        wants_families = record.request.family_width > 0
         if asked.flags & SKIP:
             return None
         if record.conveyed:
+            raw = [0] * self._spec_width()
+            if run.verified:
+                raw[2], raw[3] = run.block, run.cap or 0
             return Row(
-                index, handle, frozenset({"conveyed"}), "none", len(run), 0, 0, 0, tuple(map(_int32, run)),
-                tuple(bits) if wants_logprobs else (),
+                index, handle, frozenset({"conveyed"}), "none", len(run.tokens), 0, 0, 0,
+                tuple(map(_int32, run.tokens)), tuple(run.bits) if wants_logprobs else (),
+                _joined(run.records) if wants_families else (), tuple(raw),
             )  # fmt: skip
         if record.final_sent:
-            step.late += len(run) > 0
+            step.late += len(run.tokens) > 0
             return None
 
         if not record.finished:
-            self._judge_run(record, run, asked)
-            record.tokens += [_int32(token) for token in run]
+            self._judge_run(record, run.tokens, asked)
+            record.tokens += [_int32(token) for token in run.tokens]
             if wants_logprobs:
-                record.logprobs += bits
+                record.logprobs += run.bits
+                record.families += run.records
+            self._count(record, run)
 
         # The visible length: where it ended, or what the host lets be seen of it.
         if record.finished:
@@ -279,6 +324,8 @@ class Oracle:
         # Would the backlog pass its limit?
         over = record.output_len - record.token_cursor > self.config.backlog_limit
         if wants_logprobs and record.output_len - record.logprob_cursor > self.config.backlog_limit:
+            over = True
+        if wants_families and record.output_len - record.logprob_cursor > self.config.family_limit:
             over = True
 
         if packing and record.finished:
@@ -299,18 +346,42 @@ class Oracle:
         tokens = record.tokens[token_start:visible]
         record.token_cursor = max(token_start, visible)
         scores: list[int] = []
+        families: list[list[int]] = []
         if wants_logprobs and (return_logprob or over):
-            end = max(visible, 1)
+            retracted = asked.flags & RETRACTED and self.policy.retracted_logprobs
+            end = visible if retracted else max(visible, 1)
             if not self.policy.logprob_before_token:
                 end = min(end, record.output_len)
             scores = record.logprobs[logprob_start:end]
+            families = record.families[logprob_start:end]
             record.logprob_cursor = max(logprob_start, end)
+            if retracted and record.output_len == 0:
+                record.logprob_cursor = 0
+            if scores and visible == 0 and token_start == 0:  # the id of that logprob, which is not output
+                flags.add("hidden token")
+                tokens = record.tokens[:1]
         if record.finished:
             record.final_sent = True
         return Row(
             index, handle, frozenset(flags), record.code, visible, record.match, token_start, logprob_start,
-            tuple(tokens), tuple(scores),
+            tuple(tokens), tuple(scores), _joined(families) if wants_families else (), tuple(record.spec),
         )  # fmt: skip
+
+    def _spec_width(self) -> int:
+        return 4 + 2 * (self.config.max_accept + 1) if self.config.speculative else 0
+
+    def _count(self, record: Record, run: Run) -> None:
+        """The counters of speculative decoding: a verify step that accepted something."""
+        if not run.verified or not run.tokens:
+            return
+        drafts, buckets = len(run.tokens) - 1, self.config.max_accept + 1
+        record.spec[0] += 1
+        record.spec[1] += drafts
+        record.spec[2] += run.block
+        record.spec[4 + drafts] += 1
+        if run.cap is not None:
+            record.spec[3] += run.cap
+            record.spec[4 + buckets + run.cap] += 1
 
     def _due(self, record: Record, visible: int) -> bool:
         unsent = visible - record.token_cursor
@@ -363,7 +434,7 @@ class Oracle:
         return sorted({*self.config.eos_token_ids, *request.stop_token_ids})
 
     def _judge(self, request: Request) -> str:
-        on_host = bool(request.stop) or len(self._stop_ids(request)) > 7
+        on_host = bool(request.stop) or len(self._stop_ids(request)) > 6
         return "host" if on_host else "device"
 
 
@@ -374,6 +445,19 @@ def _ints(handles: Any) -> list[int]:
 def _int32(token: int) -> int:
     """A token id that is too wide for 32 bits becomes the widest that is not."""
     return min(max(token, -(2**31)), 2**31 - 1)
+
+
+def _signed_bits(value: Any) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _joined(records: list[list[int]]) -> tuple[int, ...]:
+    return tuple(word for record in records for word in record)
+
+
+def _records(words: Any, request: Request) -> list[list[int]]:
+    width = request.family_width
+    return [[int(word) for word in words[i : i + width]] for i in range(0, len(words), width)] if width else []
 
 
 def _bits(value: Any) -> int:

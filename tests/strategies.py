@@ -43,7 +43,7 @@ def mostly(usual: Any, *others: Any, weight: int = 4) -> st.SearchStrategy[Any]:
 def policies() -> st.SearchStrategy[EmitPolicy]:
     """The default, both presets and every mix of options."""
     rules = st.sampled_from(["unsent", "modulo"])
-    mixes = st.builds(EmitPolicy, rules, rules, st.booleans(), st.booleans(), st.booleans(), st.booleans())
+    mixes = st.builds(EmitPolicy, rules, rules, *[st.booleans()] * 5)
     return st.sampled_from(list(PRESETS.values())) | mixes
 
 
@@ -58,16 +58,21 @@ def configs(draw: st.DrawFn, policy: st.SearchStrategy[EmitPolicy] | None = None
     window = draw(st.sampled_from([8, 4, 16]))
     in_flight = draw(st.integers(1, 2))
     vocab = draw(mostly(1000, 8, 12, weight=3))
+    logprobs = draw(mostly(True, False, weight=6))
     return PackerConfig(
         vocab_size=vocab,
         eos_token_ids=tuple(draw(st.sampled_from([(), (1,), (1, 3)]))),
         capacity=draw(st.sampled_from([8, 4, 9])),
         window=window,
         max_in_flight=in_flight,
-        max_accept=draw(st.integers(1, min(4, (window - 1) // in_flight))),
+        max_accept=draw(st.integers(1, min(3 if window < 16 else 4, (window - 1) // in_flight))),
         stream_interval=draw(mostly(1, 2, 3, 4)),
         force_interval=draw(st.sampled_from([3, 1, 2, 5, 50])),
-        logprobs=draw(mostly(True, False, weight=6)),
+        logprobs=logprobs,
+        max_top_logprobs=draw(mostly(0, 1, 3, weight=2)) if logprobs else 0,
+        max_token_ids_logprobs=draw(mostly(0, 2, weight=2)) if logprobs else 0,
+        family_window=draw(st.sampled_from([8, window])) if window > 8 else None,
+        speculative=draw(mostly(False, True, weight=2)),
         policy=draw(policies() if policy is None else policy),
     )
 
@@ -85,6 +90,7 @@ def requests(draw: st.DrawFn, config: PackerConfig, rid: str) -> Request:
     judge = draw(mostly(None, "device", "host", "engine", weight=4))
     crowd = judge != "device" and draw(mostly(False, True, weight=12))  # too many stop ids for the device
     stops = list(range(2, 11)) if crowd else draw(st.lists(st.sampled_from([2, 5, config.vocab_size - 1]), max_size=2))
+    return_logprob = config.logprobs and draw(mostly(True, False, weight=2))
     return Request(
         rid,
         max_new_tokens=draw(mostly(NO_LIMIT, 40, 20, 9, 5, 3, 2, 1, 0, weight=6)),
@@ -94,7 +100,11 @@ def requests(draw: st.DrawFn, config: PackerConfig, rid: str) -> Request:
         ignore_eos=draw(mostly(False, True, weight=5)),
         stop=("x",) if judge is None and draw(mostly(False, True, weight=6)) else (),
         judge=judge,
-        return_logprob=config.logprobs and draw(mostly(True, False, weight=2)),
+        return_logprob=return_logprob,
+        top_logprobs_num=draw(st.integers(0, config.max_top_logprobs)) if return_logprob else 0,
+        token_ids_logprob=draw(st.lists(st.integers(0, 99), max_size=config.max_token_ids_logprobs))
+        if return_logprob
+        else (),
     )
 
 
@@ -158,6 +168,7 @@ class Batch:
     wide: bool = False  # int64 token ids
     extra: int = 0  # columns of token_ids beyond the longest run
     extra_scores: int = 0  # and of logprobs
+    lens: int = 0  # speculative lens: none, block_accept_lens, cap_lens too
     flat: bool = False  # [B] instead of [B, 1] where every run is one token
     everyone: bool = False  # the rows are for all live handles in turn, whatever their picks
     times: int = 1  # with fresh tokens each time
@@ -173,7 +184,7 @@ class Life:
 
 
 ACTIONS = ["none"] * 12 + ["skip", "hold", "hold", "flush", "finish"]
-ACTIONS += ["visible", "visible", "hold+visible", "flush+visible"]
+ACTIONS += ["visible", "visible", "hold+visible", "flush+visible", "retracted"]
 
 
 @st.composite
@@ -198,6 +209,7 @@ def batches(draw: st.DrawFn, config: PackerConfig, actions: list[str], return_lo
         wide=draw(st.booleans()),
         extra=draw(mostly(0, 1, 2)),
         extra_scores=draw(mostly(0, 1, 2)),
+        lens=draw(st.integers(0, 2)),
         flat=draw(st.booleans()),
         everyone=draw(st.booleans()),
         times=draw(mostly(1, 2, 3, 6, 9, weight=3)),

@@ -54,11 +54,11 @@ def snapshot(receiver: OutputReceiver) -> Any:
     """Everything that a frame could change, but for streams that were given up."""
 
     def state(table: StreamTable) -> dict[str, Any]:
-        values = {**vars(table), **vars(table.requests)}
+        values = {**vars(table), **vars(table.requests), **vars(table.requests.score_ids)}
         return {
             name: value.tolist() if isinstance(value, np.ndarray) else copy.deepcopy(value)
             for name, value in values.items()
-            if name not in ("broken", "requests")
+            if name not in ("broken", "requests", "score_ids")
         }
 
     return {rank: state(table) for rank, table in receiver._tables.items()}

@@ -69,10 +69,10 @@ def test_state_of_4096_requests_is_below_16_mib() -> None:
 def test_memory_statement_is_what_is_allocated(
     logprobs: bool, capacity: int, window: int, max_batch: int | None
 ) -> None:
-    config = PackerConfig(100, capacity=capacity, window=window, max_batch=max_batch, logprobs=logprobs)
+    extras = {"max_top_logprobs": 3, "max_token_ids_logprobs": 1, "speculative": True} if logprobs else {}
+    config = PackerConfig(100, capacity=capacity, window=window, max_batch=max_batch, logprobs=logprobs, **extras)
     backend = Packer(config).backend
-    spare = 0 if logprobs else L.WORD  # a ring of one word stands where no logprobs are kept
-    assert backend.arenas.nbytes == config.state_bytes + spare
+    assert backend.arenas.nbytes == config.state_bytes
     assert sum(buffer.nbytes for buffer in backend._free) == config.buffer_bytes
     assert config.memory_bytes >= config.state_bytes + config.buffer_bytes
 
@@ -107,7 +107,7 @@ def test_every_step_fits_its_buffer() -> None:
     [
         (EmitPolicy(), "STREAM_UNSENT FORCE_UNSENT HOLD_FORCED SKIP_EMPTY LOGPROB_EXISTING"),
         (EmitPolicy.sglang_0_5_16(), ""),
-        (EmitPolicy.sglang_0_5_23(), "STREAM_UNSENT"),
+        (EmitPolicy.sglang_0_5_23(), "STREAM_UNSENT RETRACTED_LOGPROBS"),
         (EmitPolicy("unsent", "modulo", False, True, True, False), "STREAM_UNSENT FIRST_TOKEN_FLUSH LOGPROB_EXISTING"),
     ],
     ids=["default", "0.5.16", "0.5.23", "mix"],

@@ -50,7 +50,7 @@ def random_bytes(chooser: random.Random) -> bytes:
     """Random bytes; half of them with a believable beginning."""
     data = bytearray(chooser.randbytes(chooser.choice([0, 1, 63, 64, 65, 200, 1000])))
     if len(data) >= HEADER.size and chooser.random() < 0.5:
-        data[:8] = b"GPKF\1\0" + chooser.randrange(20).to_bytes(2, "little")
+        data[:8] = b"GPKF\2\0" + chooser.randrange(20).to_bytes(2, "little")
         data[40:64] = bytes(4) + len(data).to_bytes(4, "little") + bytes(16)
     return bytes(data)
 

@@ -9,8 +9,9 @@ import pytest
 from gpupack import layout as L
 
 TABLES = [
-    ("state", L.STATE_FIELDS, "", {"stop_1", "stop_2", "stop_3", "stop_4", "stop_5", "stop_6"}),
+    ("state", L.STATE_FIELDS, "", {"stop_1", "stop_2", "stop_3", "stop_4", "stop_5"}),
     ("control", L.CONTROL_FIELDS, "CONTROL_", {"flags"}),
+    ("gather", L.GATHER_FIELDS, "GATHER_", set()),
     ("header", L.HEADER_FIELDS, "H_", set()),
     ("row", L.ROW_FIELDS, "R_", set()),
     ("finish", L.FINISH_CODES, "FINISH_", set()),
@@ -43,7 +44,7 @@ def test_every_constant_is_in_its_table() -> None:
 
 
 def test_widths() -> None:
-    assert (L.STATE_WIDTH, L.CONTROL_WIDTH, L.ROW_WIDTH) == (16, 5, 10)
+    assert (L.STATE_WIDTH, L.CONTROL_WIDTH, L.ROW_WIDTH) == (16, 5, 11)
     assert L.STATE_WIDTH * L.WORD % 32 == 0, "a slot's state is whole sectors"
     assert L.STATE_WIDTH == L.STOP_0 + L.MAX_STOP_IDS
     assert len(L.HEADER_FIELDS) <= L.HEADER_WORDS
@@ -61,7 +62,9 @@ def masks(prefix: str, without: set[str]) -> dict[str, int]:
 
 
 STATE_BITS = masks("STATE_", {"STATE_FIELDS", "STATE_WIDTH", "STATE_FLAGS"})
-CONTROL_BITS = {f"CONTROL_{name}": getattr(L, f"CONTROL_{name}") for name in ("SKIP", "HOLD", "FLUSH", "FINISH")}
+CONTROL_BITS = {
+    f"CONTROL_{name}": getattr(L, f"CONTROL_{name}") for name in ("SKIP", "HOLD", "FLUSH", "FINISH", "RETRACTED")
+}
 ROW_BITS = masks("ROW_", {"ROW_FIELDS", "ROW_WIDTH", "ROW_CODE_SHIFT"})
 
 
@@ -98,15 +101,22 @@ def test_row_flags_leave_room_for_the_code() -> None:
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 31, 32, 33, 255, 256, 257])
 @pytest.mark.parametrize("max_items", [1, 5, 8])
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_packed_sections_are_aligned_and_do_not_overlap(batch: int, max_items: int, logprobs: bool) -> None:
-    layout = L.packed_layout(batch, max_items, logprobs)
+@pytest.mark.parametrize(
+    ("logprobs", "family_words", "spec_width"), [(False, 0, 0), (True, 0, 8), (True, 35, 0), (True, 3, 9)]
+)
+def test_packed_sections_are_aligned_and_do_not_overlap(
+    batch: int, max_items: int, logprobs: bool, family_words: int, spec_width: int
+) -> None:
+    layout = L.packed_layout(batch, L.PackedShape(max_items, logprobs, family_words, spec_width))
     sections = [(0, L.HEADER_WORDS)]
     for field in range(L.ROW_WIDTH):
         entries = batch + (field >= L.R_TOKEN_INDPTR)
         sections.append((layout.column(field), layout.column(field) + entries))
+    for field in range(L.ROW_WIDTH, L.ROW_WIDTH + spec_width):
+        sections.append((layout.column(field), layout.column(field) + batch))
     sections.append((layout.tokens, layout.tokens + batch * max_items))
     sections.append((layout.logprobs, layout.logprobs + batch * max_items * logprobs))
+    sections.append((layout.families, layout.families + batch * family_words))
     for (_, end), (begin, _) in pairwise(sections):
         assert end <= begin
     assert sections[-1][1] <= layout.size
@@ -127,5 +137,7 @@ def test_wire_section_ids_are_unique() -> None:
         "rows+1",
         "tokens",
         "logprobs",
+        "families",
+        "rows*spec_width",
         "bytes",
     }

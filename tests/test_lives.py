@@ -58,10 +58,14 @@ def harness(request: pytest.FixtureRequest) -> Harness:
 def rows_of(packed: PackedStep) -> list[Row]:
     """A packed step as the oracle's rows."""
     names = {"final": L.ROW_FINAL, "early": L.ROW_EARLY, "conveyed": L.ROW_CONVEYED}
+    names["hidden token"] = L.ROW_HIDDEN_TOKEN
+    families, spec = packed.families.tolist(), [packed.spec(field).tolist() for field in range(packed.spec_width)]
     handles, bits = packed.handles.tolist(), packed.logprobs.view(np.uint32).tolist()
     tokens, columns = packed.token_ids.tolist(), [packed.column(field).tolist() for field in range(L.ROW_WIDTH)]
     token_indptr, logprob_indptr = columns[L.R_TOKEN_INDPTR], columns[L.R_LOGPROB_INDPTR]
-    assert token_indptr[0] == logprob_indptr[0] == 0
+    families_indptr = columns[L.R_FAMILIES_INDPTR]
+    assert token_indptr[0] == logprob_indptr[0] == families_indptr[0] == 0
+    assert families_indptr[-1] == len(families)
     assert token_indptr[-1] == len(tokens)
     assert logprob_indptr[-1] == len(bits)
     rows = []
@@ -76,6 +80,7 @@ def rows_of(packed: PackedStep) -> list[Row]:
                 column[L.R_MATCH], column[L.R_TOKEN_START], column[L.R_LOGPROB_START],
                 tuple(tokens[token_indptr[i] : token_indptr[i + 1]]),
                 tuple(bits[logprob_indptr[i] : logprob_indptr[i + 1]]),
+                tuple(families[families_indptr[i] : families_indptr[i + 1]]), tuple(counts[i] for counts in spec),
             )
         )  # fmt: skip
     return rows
@@ -99,6 +104,7 @@ def expected_counters(step: Step) -> dict[str, int]:
         "held": step.held,
         "finished": step.finished,
         "error": 0,
+        "families": sum(len(row.families) for row in step.rows),
     }
 
 
@@ -110,9 +116,10 @@ def state_of(packer: Packer, handle: int) -> dict[str, Any]:
     length, token_cursor, logprob_cursor = (int(state[f]) for f in (L.OUTPUT_LEN, L.TOKEN_CURSOR, L.LOGPROB_CURSOR))
     running = not flags & L.STATE_FINAL_SENT
     unsent = packer.backend.unsent(slot, token_cursor, length) if running else np.empty(0, np.int32)
-    scores = np.empty(0, np.int32)
+    scores = families = np.empty(0, np.int32)
     if running and flags & L.STATE_LOGPROBS:
-        scores = packer.backend.unsent(slot, logprob_cursor, length, logprobs=True)
+        scores = packer.backend.unsent(slot, logprob_cursor, length, L.CHANNEL_LOGPROBS)
+        families = packer.backend.unsent(slot, logprob_cursor, length, L.CHANNEL_FAMILIES)
     return {
         "generation": int(state[L.GENERATION]),
         "live": bool(flags & L.STATE_LIVE),
@@ -126,6 +133,8 @@ def state_of(packer: Packer, handle: int) -> dict[str, Any]:
         "match": int(state[L.MATCH]),
         "unsent": unsent.tolist(),
         "unsent_bits": scores.view(np.uint32).tolist(),
+        "unsent_families": families.tolist(),
+        "spec": packer.backend.spec_row(slot).tolist(),
     }
 
 
@@ -145,6 +154,8 @@ def expected_state(handle: int, record: Record) -> dict[str, Any]:
         "match": record.match,
         "unsent": record.tokens[record.token_cursor :] if running else [],
         "unsent_bits": record.logprobs[record.logprob_cursor :] if scores else [],
+        "unsent_families": [w for words in record.families[record.logprob_cursor :] if scores for w in words],
+        "spec": record.spec,
     }
 
 
@@ -153,11 +164,12 @@ def check_guards(packed: PackedStep, launched: Step, word: int) -> None:
     geometry, rows = packed.geometry, len(launched.rows)
     untouched = packed.buffer == np.int32(word)
     untouched[: L.HEADER_WORDS] = True
-    for column in range(L.ROW_WIDTH):
-        entries = rows + (column >= L.R_TOKEN_INDPTR)
+    for column in range(L.ROW_WIDTH + packed.spec_width):
+        entries = rows + (L.R_TOKEN_INDPTR <= column < L.ROW_WIDTH)
         untouched[geometry.column(column) :][:entries] = True
     untouched[geometry.tokens :][: sum(len(row.token_ids) for row in launched.rows)] = True
     untouched[geometry.logprobs :][: sum(len(row.logprobs) for row in launched.rows)] = True
+    untouched[geometry.families :][: sum(len(row.families) for row in launched.rows)] = True
     assert untouched.all(), f"written outside the declared items at words {np.flatnonzero(~untouched)}"
 
 
@@ -165,6 +177,8 @@ def same_resume(one: Resume, other: Resume) -> bool:
     return (
         (one.output_len, one.token_cursor, one.logprob_cursor, one.opened, one.restarted)
         == (other.output_len, other.token_cursor, other.logprob_cursor, other.opened, other.restarted)
+        and one.unsent_families.tolist() == other.unsent_families.tolist()
+        and one.spec_counts.tolist() == other.spec_counts.tolist()
         and one.unsent_tokens.tolist() == other.unsent_tokens.tolist()
         and one.unsent_logprobs.view(np.uint32).tolist() == other.unsent_logprobs.view(np.uint32).tolist()
     )
@@ -359,7 +373,28 @@ class Play:
         if asked or op.extra_scores:
             values = scores.view(np.float32)
             given["logprobs"] = values[:, 0] if ones and op.flat and scores.shape[1] == 1 else values
+        self.extras(op, len(runs), longest + op.extra_scores, ones and op.flat, given)
         return [tokens]
+
+    def extras(self, op: Batch, rows: int, positions: int, flat: bool, given: dict[str, Any]) -> None:
+        """Top-k and token-ids logprobs, and speculative lens, put into `given`; as wide as configured or wider."""
+        config, random = self.config, np.random.default_rng(self.fresh)
+        flat = flat and positions == 1
+
+        def values(width: int) -> Any:
+            bits = random.integers(0, 2**32, (rows, positions, width), np.uint32)
+            return bits.view(np.float32)[:, 0] if flat else bits.view(np.float32)
+
+        if config.max_top_logprobs:
+            given["top_logprobs_val"] = values(config.max_top_logprobs + op.extra)
+            ids = random.integers(0, 2**31, given["top_logprobs_val"].shape, np.int64 if op.wide else np.int32)
+            given["top_logprobs_idx"] = ids
+        if config.max_token_ids_logprobs:
+            given["token_ids_logprobs_val"] = values(config.max_token_ids_logprobs + op.extra)
+        if config.speculative and op.lens:
+            given["block_accept_lens"] = random.integers(0, 99, rows, np.int64 if op.wide else np.int32)
+            if op.lens > 1:
+                given["cap_lens"] = random.integers(0, config.max_accept + 1, rows, np.int32)
 
     def control(self, op: Batch, plans: list[tuple[int, RowPlan]], lens: Any) -> Control | None:
         """What is asked of the rows, as far as it is valid."""
@@ -368,7 +403,7 @@ class Play:
         control = Control(max(1, len(plans))).reset(len(plans))
         for i, (handle, plan) in enumerate(plans):
             record = self.oracle.records.get(handle)
-            for bit in ("skip", "hold", "flush"):
+            for bit in ("skip", "hold", "flush", "retracted"):
                 if bit in plan.action:
                     control.flags[i] |= getattr(L, f"CONTROL_{bit.upper()}")
             length = 0 if record is None else record.output_len + int(lens[i])
@@ -384,7 +419,8 @@ class Play:
         behind = length - max(record.token_cursor, visible)
         if record.request.return_logprob:
             behind = max(behind, length - max(record.logprob_cursor, visible))
-        return visible if behind <= self.config.backlog_limit else -1
+        limit = self.config.visible_limit if record.request.family_width else self.config.backlog_limit
+        return visible if behind <= limit else -1
 
 
 # --- Tests ----------------------------------------------------------------------------------------
@@ -430,7 +466,8 @@ class Receiver(Play):
             assert row.handle not in self.finals, "the final row is the last"
             assert row.token_start == len(tokens)
             before = len(tokens)
-            tokens += row.token_ids
+            if "hidden token" not in row.flags:
+                tokens += row.token_ids
             bits += row.logprobs
             assert len(tokens) == max(before, row.visible_len)
             assert tokens == [token for token, _ in self.went_in[name]][: len(tokens)]

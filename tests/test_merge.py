@@ -57,8 +57,8 @@ def received(frames: list[Frame]) -> Fold:
     table = StreamTable(1, 0, 64, None)
     for frame in frames:
         changes = table.check(frame)
-        records, dropped = table.apply(frame, changes)
-        for delta in ReceivedStep(frame, records, (), dropped).deltas():
+        records, dropped, score_ids = table.apply(frame, changes)
+        for delta in ReceivedStep(frame, records, (), dropped, score_ids).deltas():
             fold.push(delta)
         for rid in dropped:
             fold.drop(rid)

@@ -114,7 +114,7 @@ BAD_STEPS = {
     ),
     "control: rows": (dict(control=control(3)), "control: expected 2 rows, one for each handle, got 3"),
     "control: no rows": (dict(control=control(0)), "control: expected 2 rows, one for each handle, got 0"),
-    "control.flags: unknown": (dict(control=control(2, 1, flags=16)), r"control.flags: .*, got 16 \(row 1\)"),
+    "control.flags: unknown": (dict(control=control(2, 1, flags=32)), r"control.flags: .*, got 32 \(row 1\)"),
     "control.flags: HOLD with FLUSH": (
         dict(control=control(2, 1, flags=L.CONTROL_HOLD | L.CONTROL_FLUSH)),
         r"control.flags: expected .*not HOLD with FLUSH, got 6 \(row 1\)",
@@ -212,7 +212,7 @@ BAD_ADMISSIONS = {
     "too many stop ids for the device": (
         Request("bad", judge="device", stop_token_ids=range(8)),
         None,
-        "stop_token_ids of bad: expected at most 7 ids .* got 8",
+        "stop_token_ids of bad: expected at most 6 ids .* got 8",
     ),
     "resume: fewer tokens than unsent": (
         Request("bad"),

@@ -463,7 +463,7 @@ def test_a_second_retraction_before_the_restarted_row_still_restarts(line):
 
 BAD_REQUESTS = {
     "rid: expected": dict(rid="lone \ud800 surrogate"),
-    "prompt_ids, stop_token_ids, stop of r: expected sequences": dict(prompt_ids=None),
+    "prompt_ids, stop_token_ids, stop, token_ids_logprob of r: expected sequences": dict(prompt_ids=None),
     "prompt_ids of r: expected integers of 32 bits": dict(prompt_ids=[2**40]),
     "stop_token_ids of r: expected integers of 32 bits": dict(stop_token_ids=[2**40]),
     "http_worker_ipc of r: expected a string": dict(http_worker_ipc=["w"]),

@@ -148,7 +148,8 @@ HEADER_FLIPS = {
     range(28, 40): "FrameSectionError",
     range(44, 48): "FrameTruncatedError",
     range(48, 56): "step only",
-    range(56, 64): "FrameValueError",
+    range(56, 62): "FrameSectionError",
+    range(62, 64): "FrameValueError",
 }
 
 

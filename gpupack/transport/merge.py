@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from gpupack.transport.merge_sides import join_sides
 from gpupack.wire.frame import Frame, Int32
-from gpupack.wire.side import RowExtras, SideRecord
 
 Index = NDArray[np.intp]
 
@@ -42,6 +41,10 @@ def merge_frames(frames: Sequence[Frame]) -> Frame:
     if any(frame.has_logprobs for frame in frames):
         parts = [(_zeros_unless(f.logprob_indptr, f.rows + 1), _no_logprobs(f.logprobs)) for f in frames]
         logprob_indptr, logprobs = _join_items(parts, order, ends)
+    families_indptr = families = None
+    if any(frame.families is not None for frame in frames):
+        records = [(_zeros_unless(f.families_indptr, f.rows + 1), _zeros_unless(f.families, 0)) for f in frames]
+        families_indptr, families = _join_items(records, order, ends)
     return frames[-1]._replace(
         idle=all(frame.idle for frame in frames),
         slot=slot[first],
@@ -53,7 +56,10 @@ def merge_frames(frames: Sequence[Frame]) -> Frame:
         token_ids=token_ids,
         logprob_indptr=logprob_indptr,
         logprobs=logprobs,
-        side=_join_sides(frames, target),
+        families_indptr=families_indptr,
+        families=families,
+        spec=_newest_counts(frames, newest),
+        side=join_sides(frames, target),
     )
 
 
@@ -63,6 +69,12 @@ def _places(slot: Int32) -> tuple[Index, int]:
     place = np.empty(len(first), np.intp)
     place[np.argsort(first)] = np.arange(len(first))
     return place[inverse], len(first)
+
+
+def _newest_counts(frames: Sequence[Frame], newest: Index) -> Int32 | None:
+    """The speculative counters of rows `newest`, column by column."""
+    counted = [frame.spec.reshape(-1, frame.rows) for frame in frames if frame.spec is not None and frame.rows]
+    return np.concatenate(counted, axis=1)[:, newest].ravel() if counted else None
 
 
 def _zeros_unless(column: Int32 | None, entries: int) -> Int32:
@@ -85,31 +97,3 @@ def _join_items(parts: list[tuple[Int32, NDArray[Any]]], order: Index, ends: Ind
     indptr = np.zeros(len(ends) + 1, np.int32)
     indptr[1:] = filled[ends - 1]
     return indptr, items[source]
-
-
-def _join_sides(frames: Sequence[Frame], target: Index) -> SideRecord | None:
-    """The side records as one: rows renumbered, openings as they are, of extras the newest."""
-    openings, ended, dropped = [], [], []
-    extras: dict[int, RowExtras] = {}
-    base = 0
-    for frame in frames:
-        if frame.side is not None:
-            for opening in frame.side.openings:
-                openings.append(msgspec.structs.replace(opening, row=int(target[base + opening.row])))
-            for extra in frame.side.extras:
-                row = int(target[base + extra.row])
-                extras[row] = _newest(extras.get(row), msgspec.structs.replace(extra, row=row))
-            ended += frame.side.ended
-            dropped += frame.side.dropped
-        base += frame.rows
-    if not (openings or extras or ended or dropped):
-        return None
-    # A row that opens is the first of its handle, so the openings come in the order of their rows.
-    return SideRecord(openings, [extras[row] for row in sorted(extras)], ended, dropped)
-
-
-def _newest(old: RowExtras | None, new: RowExtras) -> RowExtras:
-    if old is None:
-        return new
-    pairs = zip(msgspec.structs.astuple(old), msgspec.structs.astuple(new), strict=True)
-    return RowExtras(*(before if after is None else after for before, after in pairs))

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.transport.received import RequestRecord
+from gpupack.transport.score_ids import ScoreIds
 from gpupack.wire.frame import Int32
-from gpupack.wire.side import OpeningRecord
+from gpupack.wire.side import OpeningRecord, RowExtras
 
 SLOT_MASK = (1 << L.SLOT_BITS) - 1
 
@@ -40,6 +41,11 @@ class OpenRequests:
         self.received = np.zeros(0, np.int64)
         self.restarts = np.zeros(0, np.int64)
         self.records = np.empty(0, np.object_)
+        self.with_families = False  # a request has asked for top-k or token-ids logprobs
+        self.scored = np.zeros(0, np.bool_)  # by slot: the request returns logprobs
+        self.with_scores = False  # a request has asked for that
+        self.score_ids = ScoreIds()
+        self._widths = np.zeros(0, np.int64)  # by slot: words of a position's record in `families`
         self._generation = np.zeros(0, np.int32)  # by slot; 0: not open
         self._slots: dict[str, int] = {}  # open rids
         self._suspended: dict[str, Standing] = {}  # by rid, of handles that ended and may come back
@@ -56,6 +62,12 @@ class OpenRequests:
             return self._generation[slot], self.received[slot]
         inside = np.minimum(slot, len(self))
         return np.append(self._generation, np.int32(0))[inside], np.append(self.received, 0)[inside]
+
+    def widths_at(self, slot: Int32) -> NDArray[np.int64]:
+        """Copy of the widths of family records, of slots that may be beyond the memory held."""
+        if int(slot.max()) < len(self):
+            return self._widths[slot]
+        return np.append(self._widths, 0)[np.minimum(slot, len(self))]
 
     def slot_of(self, rid: str) -> int | None:
         """The slot under which a rid is open."""
@@ -82,6 +94,8 @@ class OpenRequests:
             self._generation = _grown(self._generation, size)
             self.received = _grown(self.received, size)
             self.restarts = _grown(self.restarts, size)
+            self._widths = _grown(self._widths, size)
+            self.scored = _grown(self.scored, size)
             self.records = _grown(self.records, size)
 
     def open(self, opening: OpeningRecord, slot: int, generation: int) -> None:
@@ -95,12 +109,23 @@ class OpenRequests:
         self._slots[opening.rid] = slot
         self._generation[slot] = generation
         self.restarts[slot] = opening.restarts
-        self.records[slot] = RequestRecord(opening.rid, opening.prompt_tokens, opening.cached_tokens)
+        self._widths[slot] = opening.family_width
+        self.with_families |= opening.family_width > 0
+        self.scored[slot] = opening.return_logprob
+        self.with_scores |= opening.return_logprob
+        if not opening.resumed:
+            self.score_ids.forget(opening.rid)
+        self.records[slot] = RequestRecord.of(opening)
 
     def restart(self, slot: int) -> None:
         """The request of a slot starts over: what came of it is void."""
         self.restarts[slot] += 1
         self.lost.pop(self.records[slot].rid, None)
+        self.score_ids.forget(self.records[slot].rid)
+
+    def tell(self, slot: int, extra: RowExtras) -> None:
+        """Keep what a row tells of its request for later rows; records that were given out stay as they are."""
+        self.records[slot] = self.records[slot].told(extra)
 
     def leave_hole(self, rid: str) -> None:
         """A request goes on behind what never came; it stays lost until it ends or restarts."""
@@ -115,6 +140,11 @@ class OpenRequests:
             del self._slots[rid]
             self.lost.pop(rid, None)
 
+    def finish(self, slot: int) -> None:
+        """End the request that is open in a slot, with its final row."""
+        self.score_ids.forget(self.records[slot].rid)
+        self.close(slot)
+
     def drop(self, handles: list[int]) -> list[str]:
         """End handles whose requests will not come back; their rids, under which others may go on."""
         rids = []
@@ -122,7 +152,7 @@ class OpenRequests:
             if self._is_open(handle):
                 slot = handle & SLOT_MASK
                 rids.append(self.records[slot].rid)
-                self.close(slot)
+                self.finish(slot)
         return rids
 
     def suspend(self, handle: int) -> None:
@@ -135,6 +165,7 @@ class OpenRequests:
             self._suspended.pop(rid, None)
             self._suspended[rid] = self._standing_at(slot)
             self._suspended = _newest(self._suspended, self.max_slots)
+            self.score_ids.keep_at_most(2 * self.max_slots)
         hole = self.lost.get(rid)
         self.close(slot)
         if hole is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.transport.merge import merge_frames
+from gpupack.transport.merge_sides import info_keys, side_growth
 from gpupack.wire.codec import encode_frame
 from gpupack.wire.frame import Buffer, Frame, view_frame
 
@@ -42,7 +43,10 @@ class PendingFrames:
         # Of the run that new frames join, by slot: generation (0: no row), and visible length.
         self._generation = np.zeros(64, np.int32)
         self._visible = np.full(64, NO_ROW, np.int64)
-        self._run_bytes = 0
+        self._scored = np.zeros(64, np.bool_)  # slot: has logprobs
+        self._run_bytes = self._run_tokens = 0
+        self._run_keys: set[str] = set()  # of customized info
+        self._alone = False  # the newest frame joins no other
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -110,16 +114,20 @@ class PendingFrames:
     def _begin_run(self) -> None:
         self._generation.fill(0)
         self._visible.fill(NO_ROW)
-        self._run_bytes = 0
+        self._scored.fill(False)
+        self._run_bytes = self._run_tokens = 0
+        self._run_keys.clear()
 
     def _joins(self, frame: Frame, size: int) -> bool:
         """Whether a frame, merged into the run, still says what it says on its own.
 
         Not if a slot comes under another generation, if a row opens or restarts again, comes after its
-        final row, or was cut (its tokens do not lead to its visible length); or if a request resumes, as
-        its old handle may have rows in the run.
+        final row, was cut (its tokens do not lead to its visible length) or has tokens without logprobs
+        behind logprobs; or if a request resumes, as its old handle may have rows in the run.
         """
-        if self._run_bytes + _growth(frame, size) > self._max_frame_bytes:
+        if self._alone or _is_alone(frame):
+            return False
+        if self._run_bytes + _growth(frame, size) + self._padding(frame) > self._max_frame_bytes:
             return False
         if frame.side is not None and any(opening.resumed for opening in frame.side.openings):
             return False
@@ -130,25 +138,45 @@ class PendingFrames:
         again = (frame.flags & (L.ROW_OPENING | L.ROW_RESTARTED)) != 0
         continues = frame.visible_len - np.diff(frame.token_indptr) == self._visible[frame.slot]
         apart = (generation != frame.generation) | again | ~continues
+        # The logprobs of a row are those of its last tokens, so tokens without any do not join behind them.
+        apart |= self._scored[frame.slot] & (np.diff(frame.token_indptr) > 0) & (_scores(frame) == 0)
         return not np.count_nonzero(apart & (generation != 0))
 
     def _note(self, frame: Frame, size: int) -> None:
-        self._run_bytes += _growth(frame, size)
+        self._run_bytes += _growth(frame, size) + self._padding(frame)
+        self._run_tokens += len(frame.token_ids)
+        self._run_keys |= info_keys(frame)
+        self._alone = _is_alone(frame)
         if frame.rows:
             self._reserve(int(frame.slot.max()) + 1)
             self._generation[frame.slot] = frame.generation
-            final = (frame.flags & L.ROW_FINAL) != 0
-            self._visible[frame.slot] = np.where(final, NO_ROW, frame.visible_len)
+            last = (frame.flags & (L.ROW_FINAL | L.ROW_HIDDEN_TOKEN)) != 0  # nothing joins such a row
+            self._visible[frame.slot] = np.where(last, NO_ROW, frame.visible_len)
+            self._scored[frame.slot] |= _scores(frame) > 0
+
+    def _padding(self, frame: Frame) -> int:
+        """Most bytes of nothing that joining a frame puts into customized info: one a token and key."""
+        new, tokens = info_keys(frame) - self._run_keys, len(frame.token_ids)
+        return len(new) * (self._run_tokens + tokens) + len(self._run_keys) * tokens
 
     def _reserve(self, slots: int) -> None:
         if slots > len(self._generation):
             more = 2 * slots - len(self._generation)
             self._generation = np.concatenate([self._generation, np.zeros(more, np.int32)])
             self._visible = np.concatenate([self._visible, np.full(more, NO_ROW, np.int64)])
+            self._scored = np.concatenate([self._scored, np.zeros(more, np.bool_)])
+
+
+def _scores(frame: Frame) -> NDArray[np.int32]:
+    """Number of logprobs of each row, int32 `[rows]`."""
+    return np.zeros(frame.rows, np.int32) if frame.logprob_indptr is None else np.diff(frame.logprob_indptr)
+
+
+def _is_alone(frame: Frame) -> bool:
+    """Whether a frame has arrays that are for all of its rows."""
+    return frame.side is not None and (frame.side.embeddings is not None or frame.side.pooled_hidden_states is not None)
 
 
 def _growth(frame: Frame, size: int) -> int:
     """Most bytes by which a merged frame grows: also `match` and logprob offsets, and longer row numbers."""
-    # Each entry of a side record may also lengthen the header of its array.
-    records = 0 if frame.side is None else sum(len(entries) for entries in msgspec.structs.astuple(frame.side))
-    return size + 3 * L.WORD * (frame.rows + 1) + 2 * L.WORD * (records + 1)
+    return size + 4 * L.WORD * (frame.rows + 1) + side_growth(frame)

@@ -127,8 +127,8 @@ class OutputReceiver:
         except (FrameGapError, UnknownHandleError):
             table.broken = True
             raise
-        records, dropped = table.apply(frame, changes)
-        return ReceivedStep(frame, records, tuple(changes.incomplete), dropped)
+        records, dropped, score_ids = table.apply(frame, changes)
+        return ReceivedStep(frame, records, tuple(changes.incomplete), dropped, score_ids)
 
     def _begin(self, frame: Frame, old: StreamTable | None) -> ReceivedStep:
         """Start a stream; it ends the one that its rank had."""
@@ -148,8 +148,8 @@ class OutputReceiver:
         if old is not None:
             self._ended.append(old.stream_id)
         self._tables[frame.dp_rank] = table
-        records, dropped = table.apply(frame, changes)
-        return ReceivedStep(frame, records, tuple(table.requests.lost), dropped)
+        records, dropped, score_ids = table.apply(frame, changes)
+        return ReceivedStep(frame, records, tuple(table.requests.lost), dropped, score_ids)
 
     def _slots_left(self, table: StreamTable | None) -> int:
         """Slots that a table may have: what the tables of other ranks leave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
 from gpupack.transport.open_requests import SLOT_MASK, OpenRequests, Standing
+from gpupack.transport.score_ids import Ids
 from gpupack.wire.frame import Frame
 from gpupack.wire.side import OpeningRecord, SideRecord
 
@@ -24,6 +26,17 @@ class Changes:
     openings: list[OpeningRecord]
     incomplete: list[str] = field(default_factory=list)  # rids that resume behind what never came
     restarted: list[int] = field(default_factory=list)  # slots whose row restarts and does not open
+
+
+class Applied(NamedTuple):
+    """What a frame that was taken in means: the record of every row, object `[rows]`; rids that end with it.
+
+    `score_ids` are the ids of logprobs, by row, where they are not those of the row's tokens.
+    """
+
+    records: NDArray[np.object_]
+    dropped: tuple[str, ...]
+    score_ids: dict[int, Ids]
 
 
 class StreamTable:
@@ -57,6 +70,8 @@ class StreamTable:
             before = self._check_handles(stream, frame, changes.openings)
             self._check_openings(stream, frame, changes)
             self._check_lengths(stream, frame, before, changes)
+            if frame.families is not None or self.requests.with_families or changes.openings:
+                self._check_families(stream, frame, changes)
         return changes
 
     def _check_handles(self, stream: str, frame: Frame, openings: list[OpeningRecord]) -> NDArray[np.int64]:
@@ -133,6 +148,8 @@ class StreamTable:
         changes.after = before + np.diff(frame.token_indptr)
         wrong = frame.visible_len != changes.after
         if np.count_nonzero(wrong):
+            hidden = (frame.flags & L.ROW_HIDDEN_TOKEN) != 0
+            changes.after[hidden] = before[hidden]  # the token of such a row is not output
             # An output that was cut behind what was sent: nothing comes, and less counts than was sent.
             wrong &= (changes.after != before) | (frame.visible_len > before)
             if np.count_nonzero(wrong):
@@ -142,8 +159,22 @@ class StreamTable:
                     f"{changes.after[row]}, got visible_len {frame.visible_len[row]}"
                 )
 
-    def apply(self, frame: Frame, changes: Changes) -> tuple[NDArray[np.object_], tuple[str, ...]]:
-        """Take in a frame that `check` let pass: the record of every row, object `[rows]`, and rids it dropped."""
+    def _check_families(self, stream: str, frame: Frame, changes: Changes) -> None:
+        """Check that every logprob has a record of the width that its request asked for, and no other row has any."""
+        widths = self.requests.widths_at(frame.slot)
+        for opening in changes.openings:
+            widths[opening.row] = opening.family_width
+        scores = 0 if frame.logprob_indptr is None else np.diff(frame.logprob_indptr)
+        words = 0 if frame.families_indptr is None else np.diff(frame.families_indptr)
+        wrong = scores * widths != words
+        if np.count_nonzero(wrong):
+            row = int(np.broadcast_to(wrong, widths.shape).argmax())
+            raise FrameValueError(
+                f"{stream}: families: expected records of {widths[row]} words for the logprobs of row {row}, got others"
+            )
+
+    def apply(self, frame: Frame, changes: Changes) -> Applied:
+        """Take in a frame that `check` let pass."""
         self.next_frame_no += 1
         requests = self.requests
         side = frame.side if frame.side is not None else _NO_SIDE
@@ -159,12 +190,30 @@ class StreamTable:
                 requests.leave_hole(rid)
         for slot in changes.restarted:
             requests.restart(slot)
+        for extra in side.extras:
+            requests.tell(int(frame.slot[extra.row]), extra)
+        score_ids = self._note_scores(frame, changes) if requests.with_scores else {}
         requests.received[frame.slot] = changes.after
         records = requests.records[frame.slot]
         if frame.match is not None:
             for slot in frame.slot[(frame.flags & L.ROW_FINAL) != 0].tolist():
-                requests.close(slot)
+                requests.finish(slot)
         dropped += requests.drop(side.dropped)
         for handle in side.ended:
             requests.suspend(handle)
-        return records, tuple(rid for rid in dropped if requests.standing(rid) is None)
+        return Applied(records, tuple(rid for rid in dropped if requests.standing(rid) is None), score_ids)
+
+    def _note_scores(self, frame: Frame, changes: Changes) -> dict[int, Ids]:
+        """Ids of logprobs that are not those of their row's tokens, by row."""
+        tokens = np.diff(frame.token_indptr)
+        scores = 0 if frame.logprob_indptr is None else np.diff(frame.logprob_indptr)
+        requests = self.requests
+        rows = np.flatnonzero(requests.scored[frame.slot] & (tokens != scores))
+        if not len(rows):
+            return {}
+        restarted = (frame.flags[rows] & L.ROW_RESTARTED) != 0
+        records = requests.records[frame.slot[rows]]
+        for record in records[restarted]:
+            requests.score_ids.forget(record.rid)
+        before = np.where(restarted, 0, changes.after[rows] - tokens[rows])
+        return requests.score_ids.note(frame, rows, [record.rid for record in records], before.tolist())

@@ -21,7 +21,8 @@ from gpupack.wire.frame import (
     write_table,
 )
 from gpupack.wire.side import decode_side, encode_side
-from gpupack.wire.verify import check_columns, check_padding, check_side, check_table, peek
+from gpupack.wire.verify import check_columns, check_padding, check_table, peek
+from gpupack.wire.verify_side import check_side
 
 
 def check_max_frame_bytes(value: int) -> int:
@@ -39,7 +40,9 @@ def encode_frame(frame: Frame, *, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
     """
     side = encode_side(frame.side)
     logprobs = None if frame.logprobs is None else len(frame.logprobs)
-    shape = Shape(frame.rows, len(frame.token_ids), logprobs, frame.match is not None, len(side))
+    families = 0 if frame.families is None else len(frame.families)
+    spec_width = 0 if frame.spec is None or not frame.rows else len(frame.spec) // frame.rows
+    shape = Shape(frame.rows, len(frame.token_ids), logprobs, frame.match is not None, len(side), families, spec_width)
     plan = plan_frame(shape)
     check_size(plan.size, max_frame_bytes)
     out = bytearray(plan.size)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, void
+from numba import int64, njit, types, void
 
 from gpupack import layout as L
-from gpupack.loop import COMPILED, VECTOR32, VECTOR64, inlined
+from gpupack.compiled import COMPILED, VECTOR32, VECTOR64, inlined
 
 
 @inlined
@@ -16,13 +16,12 @@ def _copy(source, begin, out, at, count):
         place[i] = taken[i]
 
 
-def _copy_sections(packed, stride, tokens, logprobs, out, places, row_flags):
+def _copy_sections(packed, at, out, places, row_flags):
     """Copy row columns, indptr and items of a packed step to their places in a frame, in int32 words.
 
-    `places`: the first row section, words from one to the next, how many there are, rows; then where
-    token_indptr and token_ids go and how many tokens; the same for logprobs, -1 of them if absent.
+    `at`: the packed step's row stride, and where its tokens, logprobs and families begin. `places`: `PLACES`.
     """
-    rows = places[3]
+    rows, stride = places[3], at[0]
     for section in range(places[2]):
         begin = L.HEADER_WORDS + (L.R_SLOT + section) * stride
         _copy(packed, begin, out, places[0] + section * places[1], rows)
@@ -30,10 +29,33 @@ def _copy_sections(packed, stride, tokens, logprobs, out, places, row_flags):
     for row in range(row_flags.shape[0]):
         out[flags + row] |= row_flags[row]
     _copy(packed, L.HEADER_WORDS + L.R_TOKEN_INDPTR * stride, out, places[4], rows + 1)
-    _copy(packed, tokens, out, places[5], places[6])
+    _copy(packed, at[1], out, places[5], places[6])
     if places[9] >= 0:
         _copy(packed, L.HEADER_WORDS + L.R_LOGPROB_INDPTR * stride, out, places[7], rows + 1)
-        _copy(packed, logprobs, out, places[8], places[9])
+        _copy(packed, at[2], out, places[8], places[9])
+    if places[12]:
+        _copy(packed, L.HEADER_WORDS + L.R_FAMILIES_INDPTR * stride, out, places[10], rows + 1)
+        _copy(packed, at[3], out, places[11], places[12])
+    for column in range(places[14]):
+        begin = L.HEADER_WORDS + (L.ROW_WIDTH + column) * stride
+        _copy(packed, begin, out, places[13] + column * rows, rows)
 
 
-copy_sections = njit(void(VECTOR32, int64, int64, int64, VECTOR32, VECTOR64, VECTOR32), **COMPILED)(_copy_sections)
+PLACES = (
+    "first row section",
+    "words from one row section to the next",
+    "row sections",
+    "rows",
+    "token_indptr",
+    "token_ids",
+    "tokens",
+    "logprob_indptr",
+    "logprobs",
+    "number of logprobs, or -1 without logprob sections",
+    "families_indptr",
+    "families",
+    "words of families",
+    "spec",
+    "spec_width",
+)
+copy_sections = njit(void(VECTOR32, types.UniTuple(int64, 4), VECTOR32, VECTOR64, VECTOR32), **COMPILED)(_copy_sections)

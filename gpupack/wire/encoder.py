@@ -29,10 +29,11 @@ assert tuple(L.WIRE_SECTIONS)[: len(ROW_SECTIONS)] == ROW_SECTIONS
 NO_FLAGS = np.empty(0, np.int32)
 
 
-def largest_frame(rows: int, max_items: int, logprobs: bool) -> int:
+def largest_frame(rows: int, shape: L.PackedShape) -> int:
     """Bytes of the fullest frame of a packer, its side record aside."""
-    items = rows * max_items
-    return plan_frame(Shape(rows, items, items if logprobs else None, True, 0)).size
+    items = rows * shape.max_items
+    logprobs = items if shape.logprobs else None
+    return plan_frame(Shape(rows, items, logprobs, True, 0, rows * shape.family_words, shape.spec_width)).size
 
 
 class FrameEncoder:
@@ -94,12 +95,15 @@ class FrameEncoder:
         if row_flags is not None and row_flags.shape != (rows,):
             raise InputError(f"row_flags: expected shape {(rows,)}, got {row_flags.shape}")
         logprobs = header[L.H_LOGPROBS] if packed.has_logprobs else None
-        shape = Shape(rows, header[L.H_TOKENS], logprobs, header[L.H_FINISHED] != 0, len(side))
+        final = header[L.H_FINISHED] != 0
+        shape = Shape(
+            rows, header[L.H_TOKENS], logprobs, final, len(side), header[L.H_FAMILIES], packed.spec_width
+        )  # fmt: skip
         if shape != self._shape:
             self._arrange(shape)
         copy_sections(
-            buffer, geometry.row_stride, geometry.tokens, geometry.logprobs, self._frame_words, self._places,
-            NO_FLAGS if row_flags is None else row_flags,
+            buffer, (geometry.row_stride, geometry.tokens, geometry.logprobs, geometry.families), self._frame_words,
+            self._places, NO_FLAGS if row_flags is None else row_flags,
         )  # fmt: skip
         if side:
             self._side[:] = side
@@ -136,6 +140,11 @@ class FrameEncoder:
                 places.get(INDEX["logprob_indptr"], 0),
                 places.get(INDEX["logprobs"], 0),
                 -1 if shape.logprobs is None else shape.logprobs,
+                places.get(INDEX["families_indptr"], 0),
+                places.get(INDEX["families"], 0),
+                shape.families,
+                places.get(INDEX["spec"], 0),
+                shape.spec_width,
             ],
             np.int64,
         )

@@ -18,7 +18,7 @@ from gpupack.errors import FrameTooLargeError
 from gpupack.wire.side import SideRecord, decode_side
 
 MAGIC = b"GPKF"
-VERSION = 1
+VERSION = 2
 FLAG_IDLE = 1
 FLAG_LOGPROBS = 2
 MAX_SECTIONS = 16
@@ -26,10 +26,9 @@ DEFAULT_MAX_FRAME_BYTES = 64 << 20
 LARGEST_FRAME_BYTES = 2**32 - 8  # frame_bytes is a u32
 
 ALIGN = L.WORD * L.ALIGN_WORDS  # bytes
-HEADER = struct.Struct("<4sHHQQiIIIIIQ8s")
+HEADER = struct.Struct("<4sHHQQiIIIIIQIHH")
 STAMP = struct.Struct("<QQ")
 STAMP_OFFSET = struct.calcsize("<4sHH")
-RESERVED = bytes(8)
 ENTRY = "HHIII"
 ENTRY_FIELDS = len(ENTRY)
 ENTRY_BYTES = struct.calcsize("<" + ENTRY)
@@ -55,17 +54,24 @@ class Header(NamedTuple):
     flags: int
     frame_bytes: int
     step: int
-    reserved: bytes
+    families: int
+    spec_width: int
+    reserved: int
 
 
 class Shape(NamedTuple):
-    """What the places of all sections follow from; `logprobs` is None without logprob sections."""
+    """What the places of all sections follow from.
+
+    `logprobs` is None without logprob sections; without `families` or `spec_width` theirs are left out.
+    """
 
     rows: int
     tokens: int
     logprobs: int | None
     match: bool
     side_bytes: int
+    families: int = 0
+    spec_width: int = 0
 
 
 class Plan(NamedTuple):
@@ -86,9 +92,10 @@ class Plan(NamedTuple):
 class Frame(NamedTuple):
     """The columns of one frame, in the order of docs/wire.md.
 
-    `slot`, `generation`, `flags`, `visible_len` and `match` are int32 `[rows]`, the two indptr int32
-    `[rows + 1]`, `token_ids` int32 `[tokens]`, `logprobs` float32 `[logprobs]`. `match` is None
-    if no row is final, the logprob columns if the batch returns none, `side` if no row has one.
+    `slot`, `generation`, `flags`, `visible_len` and `match` are int32 `[rows]`, the three indptr int32
+    `[rows + 1]`, `token_ids` int32 `[tokens]`, `logprobs` float32 `[logprobs]`, `families` int32 words, `spec` int32
+    `[spec_width * rows]`, column by column. `match` is None if no row is final, the logprob columns if the batch
+    returns none, `families` if there are none, `spec` if nothing is counted, `side` if no row has one.
     Decoded columns are read-only views that keep the received message alive.
     """
 
@@ -106,7 +113,10 @@ class Frame(NamedTuple):
     token_ids: Int32
     logprob_indptr: Int32 | None
     logprobs: NDArray[np.float32] | None
-    side: SideRecord | None
+    families_indptr: Int32 | None = None
+    families: Int32 | None = None
+    spec: Int32 | None = None
+    side: SideRecord | None = None
 
     @property
     def rows(self) -> int:
@@ -127,6 +137,10 @@ INDEX = {name: index for index, name in enumerate(L.WIRE_SECTIONS)}
 def _present(shape: Shape, name: str) -> bool:
     if name == "match":
         return shape.match
+    if name in ("families_indptr", "families"):
+        return shape.families > 0
+    if name == "spec":
+        return shape.spec_width > 0
     if name in ("logprob_indptr", "logprobs"):
         return shape.logprobs is not None
     return name != "side" or shape.side_bytes > 0
@@ -140,6 +154,8 @@ def plan_frame(shape: Shape) -> Plan:
         "rows+1": shape.rows + 1,
         "tokens": shape.tokens,
         "logprobs": shape.logprobs or 0,
+        "families": shape.families,
+        "rows*spec_width": shape.rows * shape.spec_width,
         "bytes": shape.side_bytes,
     }
     sections = [(name, section) for name, section in L.WIRE_SECTIONS.items() if _present(shape, name)]
@@ -173,7 +189,7 @@ def write_header(out: memoryview | bytearray, shape: Shape, plan: Plan, *, dp_ra
     flags = FLAG_IDLE * idle | FLAG_LOGPROBS * (shape.logprobs is not None)
     HEADER.pack_into(
         out, 0, MAGIC, VERSION, sections, 0, 0, dp_rank, shape.rows, shape.tokens, shape.logprobs or 0, flags,
-        plan.size, step, RESERVED,
+        plan.size, step, shape.families, shape.spec_width, 0,
     )  # fmt: skip
 
 
@@ -210,7 +226,9 @@ def table_shape(header: Header, entries: tuple[int, ...]) -> Shape:
     logprobs = header.logprobs if header.flags & FLAG_LOGPROBS else None
     # The side record has the highest id, so its entry is the last; an entry ends with count and reserved.
     side_count = entries[-2] if numbers and numbers[-1] == SIDE_ID else 0
-    return Shape(header.rows, header.tokens, logprobs, MATCH_ID in numbers, side_count)
+    return Shape(
+        header.rows, header.tokens, logprobs, MATCH_ID in numbers, side_count, header.families, header.spec_width
+    )
 
 
 def view_frame(frame: bytearray) -> Frame:

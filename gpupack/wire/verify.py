@@ -6,8 +6,6 @@ the message. Columns are checked whole, never row by row.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from gpupack import layout as L
@@ -17,7 +15,6 @@ from gpupack.errors import (
     FrameTruncatedError,
     FrameValueError,
     FrameVersionError,
-    SideRecordError,
 )
 from gpupack.wire.frame import (
     ALIGN,
@@ -28,7 +25,6 @@ from gpupack.wire.frame import (
     HEADER,
     MAGIC,
     MAX_SECTIONS,
-    RESERVED,
     TABLES,
     VERSION,
     Frame,
@@ -39,10 +35,9 @@ from gpupack.wire.frame import (
     plan_frame,
     table_shape,
 )
-from gpupack.wire.side import FINISH_IN_EXTRAS, SideRecord
 
 CODE_MASK = L.CODE_MASK << L.ROW_CODE_SHIFT
-ROW_MASK = L.ROW_FINAL | L.ROW_EARLY | L.ROW_OPENING | L.ROW_RESTARTED | CODE_MASK
+ROW_MASK = L.ROW_FINAL | L.ROW_EARLY | L.ROW_OPENING | L.ROW_RESTARTED | L.ROW_HIDDEN_TOKEN | CODE_MASK
 LAST_CODE = len(L.FINISH_CODES) - 1
 
 
@@ -64,7 +59,7 @@ def peek(view: memoryview, max_frame_bytes: int) -> Header:
         raise FrameTruncatedError(
             f"frame_bytes: expected the message's {len(view)}, a multiple of {ALIGN}, got {header.frame_bytes}"
         )
-    if header.flags & ~(FLAG_IDLE | FLAG_LOGPROBS) or header.reserved != RESERVED:
+    if header.flags & ~(FLAG_IDLE | FLAG_LOGPROBS) or header.reserved:
         raise FrameValueError(f"header: expected known flags and reserved bytes 0, got flags {header.flags:#x}")
     if header.flags & FLAG_IDLE and header.rows:
         raise FrameValueError(f"rows: expected 0 in the frame of an idle batch, got {header.rows}")
@@ -96,6 +91,10 @@ def check_table(view: memoryview, header: Header) -> Plan:
         raise FrameSectionError(f"sections: expected to end at {len(view)}, the frame's size, got {plan.size}")
     if header.logprobs and not header.flags & FLAG_LOGPROBS:
         raise FrameSectionError(f"logprobs: expected 0 without logprob sections, got {header.logprobs}")
+    if header.families and not header.logprobs:
+        raise FrameSectionError(f"families: expected 0 words without logprobs, got {header.families}")
+    if header.spec_width and header.spec_width < L.spec_width(1):
+        raise FrameSectionError(f"spec_width: expected 0 or at least {L.spec_width(1)}, got {header.spec_width}")
     return plan
 
 
@@ -158,32 +157,16 @@ def check_columns(frame: Frame) -> int:
     seen = int(np.bitwise_or.reduce(frame.flags))
     _check_flags(seen, frame.flags, frame.match)
     _check_indptr("token_indptr", frame.token_indptr, len(frame.token_ids))
+    if seen & L.ROW_HIDDEN_TOKEN:
+        hidden = (frame.flags & L.ROW_HIDDEN_TOKEN) != 0
+        if (np.diff(frame.token_indptr)[hidden] != 1).any() or frame.visible_len[hidden].any():
+            raise FrameValueError("flags: expected one token and visible_len 0 in rows with a hidden token")
     if frame.logprob_indptr is not None and frame.logprobs is not None:
         _check_indptr("logprob_indptr", frame.logprob_indptr, len(frame.logprobs))
+    if frame.families_indptr is not None and frame.families is not None:
+        _check_indptr("families_indptr", frame.families_indptr, len(frame.families))
+    if frame.spec is not None and frame.rows:
+        lowest = int(np.minimum.reduce(frame.spec))
+        if lowest < 0:
+            raise FrameValueError(f"spec: expected at least 0, got {lowest}")
     return seen
-
-
-def check_side(side: SideRecord | None, flags: Int32, seen: int) -> None:
-    """Check that the side record names the rows that it must and no others; raises SideRecordError.
-
-    `flags` is the column, `seen` all of it or-ed.
-    """
-    if side is None:
-        if not seen & (L.ROW_OPENING | CODE_MASK):
-            return
-        side = SideRecord()
-    expected = np.flatnonzero(flags & L.ROW_OPENING).tolist()
-    if [opening.row for opening in side.openings] != expected:
-        raise SideRecordError(f"openings: expected one for each of the {len(expected)} rows with the opening flag")
-    for opening in side.openings:
-        if opening.tokens_before and flags[opening.row] & L.ROW_RESTARTED:
-            raise SideRecordError(f"tokens_before: expected 0 in restarted row {opening.row}")
-    extras = [extra.row for extra in side.extras]
-    if any(a >= b for a, b in pairwise(extras)) or (extras and extras[-1] >= len(flags)):
-        raise SideRecordError(f"extras: expected rising rows below {len(flags)}, got {extras[:8]}")
-    codes = flags >> L.ROW_CODE_SHIFT
-    with_finish = [extra.row for extra in side.extras if extra.finish is not None]
-    if with_finish != np.flatnonzero(np.isin(codes, FINISH_IN_EXTRAS)).tolist():
-        raise SideRecordError(
-            f"finish: expected in the extras of rows of finish codes {FINISH_IN_EXTRAS} and no others"
-        )

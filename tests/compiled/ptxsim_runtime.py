@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from guarded import GuardedMemory
 from torch import Tensor
 
+from gpupack import layout as L
 from gpupack.device import Event, InterpreterRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +28,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 sys.path.append(str(PTXSIM))
 
 import ptxsim  # noqa: E402
+from ptxsim.memory import GlobalMemory  # noqa: E402
 
-POINTER_TYPES = {torch.int32: "*i32", torch.int64: "*i64"}
+POINTER_TYPES = {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 def reads_reused_slot(race: Any) -> bool:
@@ -60,6 +63,43 @@ def variant(kernel: Any, arch: int, arguments: Sequence[Tensor], constants: dict
     return compiled(kernel, arch, types, aligned, tuple(sorted(constants.items())), warps)
 
 
+class WithInputs(ptxsim.Kernel):
+    """A kernel that reaches further tensors by their addresses, which lie in its argument `control_ptr`.
+
+    The simulator gives addresses of its own to what a launch may touch. The inputs get some, too, and these stand
+    in the control block while the kernel runs.
+    """
+
+    def __init__(self, kernel: Any, inputs: Sequence[Tensor | None]) -> None:
+        self.__dict__.update(vars(kernel))
+        assert not any(self.scratch), "a kernel with scratch memory binds more than its arguments"
+        names = zip(L.LAUNCH_INPUTS, inputs, strict=True)
+        self.inputs = [(name, array) for name, array in names if array is not None and array.numel()]
+
+    def _bind(self, args: Any, n_ctas: int, poison: Any) -> Any:
+        _, symbols, sizes = super()._bind(args, n_ctas, poison)
+        arrays = [(name, value) for (name, _), value in zip(self.args, args, strict=True)]
+        memory = GlobalMemory([*arrays, *self.inputs], list(self.module.consts.items()), poison)
+        symbols |= {name: memory.address(name) for name in self.module.consts}
+        for (param, _), (name, _) in zip(self.params, self.args, strict=False):
+            symbols[param] = struct.pack("<Q", memory.address(name))
+        region, offset = memory.pointer["control_ptr"]
+        start = region.start + offset
+        words = memory.buf[start + L.WORD * L.LAUNCH_ADDRESSES : start + L.WORD * L.LAUNCH_WORDS].view("int64")
+        for index, name in enumerate(L.LAUNCH_INPUTS):
+            words[index] = memory.address(name) if name in dict(self.inputs) else 0
+        return memory, symbols, sizes
+
+    def launch(self, grid: Any, *args: Any, **options: Any) -> Any:
+        """As the simulator's; the addresses are the caller's again afterwards."""
+        control = args[[name for name, _ in self.args].index("control_ptr")].numpy()
+        kept = control[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS].copy()
+        try:
+            return super().launch(grid, *args, **options)
+        finally:
+            control[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS] = kept
+
+
 @dataclass
 class PtxSimRuntime:
     """DeviceRuntime on ptxsim; a launch has been done when the call returns.
@@ -90,10 +130,18 @@ class PtxSimRuntime:
         return InterpreterRuntime().record()
 
     def launch(
-        self, kernel: Any, programs: int, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: Sequence[Tensor],
+        constants: dict[str, Any],
+        warps: int,
+        inputs: Sequence[Tensor | None] = (),
     ) -> None:
         """Execute `programs` programs; the caller's memory is as before if this raises."""
         built = variant(self.edit(kernel), self.arch, arguments, constants, warps)
+        if inputs:
+            built = WithInputs(built, inputs)
         self.seed += 1
         stats = built.launch(
             (programs,), *arguments, seed=self.seed, schedule=self.schedule, races=self.races, allow=self.allow,

@@ -25,6 +25,24 @@ CASES = {
     "without logprobs": Case(PackerConfig(capacity=65, window=4, logprobs=False, **COMMON), 16, 1),
     "0.5.16, two warps": Case(PackerConfig(capacity=50, window=16, max_accept=4, policy=OLD, **COMMON), 16, 2),
     "0.5.23, four warps": Case(PackerConfig(capacity=70, window=4, policy=NEW, force_interval=5, **COMMON), 32, 4),
+    "top-k, token ids, counters": Case(
+        PackerConfig(
+            capacity=40,
+            window=16,
+            max_accept=3,
+            max_top_logprobs=3,
+            max_token_ids_logprobs=2,
+            family_window=8,
+            speculative=True,
+            **COMMON,
+        ),
+        16,
+        1,
+    ),
+    "top-k, 0.5.23": Case(
+        PackerConfig(capacity=70, window=8, max_top_logprobs=20, policy=NEW, force_interval=5, **COMMON), 32, 4
+    ),
+    "counters": Case(PackerConfig(capacity=33, window=8, max_accept=4, speculative=True, policy=OLD, **COMMON), 16, 2),
     "first token at once": Case(PackerConfig(capacity=33, window=8, max_accept=2, policy=FIRST, **COMMON), 32, 1),
 }
 SEEN = {"rows", "tokens", "stale", "late", "early", "held", "finished", "conveyed", "readmitted"}

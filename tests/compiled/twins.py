@@ -60,15 +60,18 @@ class Twins:
 
     def request(self) -> Request:
         self.admitted += 1
+        scored = self.config.logprobs and self.chance(0.6)
         return Request(
             f"r{self.admitted}",
             max_new_tokens=self.pick(NO_LIMIT, NO_LIMIT, 30, 12, 5, 2, 1, 0),
             stream=self.chance(0.7),
             stream_interval=self.pick(None, 1, 2, 3, 50, 50),
-            stop_token_ids=self.rng.integers(0, self.config.vocab_size, int(self.rng.integers(0, 6))).tolist(),
+            stop_token_ids=self.rng.integers(0, self.config.vocab_size, int(self.rng.integers(0, 5))).tolist(),
             ignore_eos=self.chance(0.2),
             judge=self.pick("device", "device", "device", "engine"),
-            return_logprob=self.config.logprobs and self.chance(0.6),
+            return_logprob=scored,
+            top_logprobs_num=int(self.rng.integers(0, self.config.max_top_logprobs + 1)) * scored,
+            token_ids_logprob=[5] * int(self.rng.integers(0, self.config.max_token_ids_logprobs + 1)) * scored,
         )
 
     def admit(self, requests: list[Request], resumes: list[Any] | None = None) -> None:
@@ -94,6 +97,8 @@ class Twins:
                 continue
             one, other = self.cpu.retract(handle), self.device.retract(handle)
             assert one.unsent_tokens.tolist() == other.unsent_tokens.tolist()
+            assert one.unsent_families.tolist() == other.unsent_families.tolist()
+            assert one.spec_counts.tolist() == other.spec_counts.tolist()
             assert one.unsent_logprobs.view(np.int32).tolist() == other.unsent_logprobs.view(np.int32).tolist()
             self.admit([request], [one])
             self.seen["readmitted"] += 1
@@ -139,7 +144,14 @@ class Twins:
     def control(self, handles: NDArray[np.int64], lens: NDArray[Any]) -> Control:
         """What the host asks; all of it valid, some of it of rows that are not there."""
         control = Control(max(1, len(handles))).reset(len(handles))
-        ways = [0] * 8 + [L.CONTROL_SKIP, L.CONTROL_HOLD, L.CONTROL_HOLD, L.CONTROL_FLUSH, L.CONTROL_FINISH]
+        ways = [0] * 8 + [
+            L.CONTROL_SKIP,
+            L.CONTROL_HOLD,
+            L.CONTROL_HOLD,
+            L.CONTROL_FLUSH,
+            L.CONTROL_FINISH,
+            L.CONTROL_RETRACTED,
+        ]
         for i, handle in enumerate(handles.tolist()):
             way = self.pick(*ways)
             control.flags[i] = way
@@ -150,7 +162,7 @@ class Twins:
                 end = self.pick(-1, max(0, length - int(self.rng.integers(0, 6))))
                 control.finish(i, int(self.rng.integers(1, 6)), finished_len=end, match=int(self.rng.integers(-9, 99)))
             elif self.chance(0.2):
-                back = int(self.rng.integers(0, self.config.backlog_limit))
+                back = int(self.rng.integers(0, self.config.visible_limit))
                 control.visible_len[i] = max(0, length - back)
         return control
 
@@ -172,12 +184,29 @@ class Twins:
             given["accept_lens"] = None if ones else lens
             if self.config.logprobs:
                 given["logprobs"] = self.scores(len(handles), self.config.max_accept + int(self.rng.integers(0, 3)))
+            self.extras(len(handles), given)
         self.backend.runtime.allow = [reads_reused_slot] if self.reuses(handles) else []  # type: ignore[attr-defined]
         self.cpu.backend._free[-1].fill(POISON)  # type: ignore[attr-defined]
         self.backend._free[-1].out_words.fill(POISON)
         calls = [getattr(packer, kind)(handles, *inputs, **given) for packer in (self.cpu, self.device)]
         self.in_flight.append((calls[0], calls[1]))
         self.compare(calls[0], calls[1])
+
+    def extras(self, rows: int, given: dict[str, Any]) -> None:
+        """Top-k and token-ids logprobs, and speculative lens, as far as the configuration has them."""
+        config, positions = self.config, self.config.max_accept + int(self.rng.integers(0, 2))
+        if config.max_top_logprobs:
+            width = config.max_top_logprobs + int(self.rng.integers(0, 2))
+            given["top_logprobs_val"] = self.scores(rows, positions * width).reshape(rows, positions, width)
+            ids = self.rng.integers(0, 2**31, (rows, positions, width), self.pick(np.int32, np.int64))
+            given["top_logprobs_idx"] = ids
+        if config.max_token_ids_logprobs:
+            width = config.max_token_ids_logprobs
+            given["token_ids_logprobs_val"] = self.scores(rows, positions * width).reshape(rows, positions, width)
+        if config.speculative and self.chance(0.7):
+            given["block_accept_lens"] = self.rng.integers(0, 9, rows, self.pick(np.int32, np.int64))
+        if config.speculative and self.chance(0.7):
+            given["cap_lens"] = self.rng.integers(0, config.max_accept + 1, rows, self.pick(np.int32, np.int64))
 
     def reuses(self, handles: NDArray[np.int64]) -> bool:
         """Whether an ended handle of the batch names the slot of a live one."""
@@ -196,8 +225,7 @@ class Twins:
         differ = np.flatnonzero(expected[L.HEADER_WORDS :] != got[L.HEADER_WORDS :]) + L.HEADER_WORDS
         assert not len(differ), f"words {differ[:8]}: expected {expected[differ[:8]]}, got {got[differ[:8]]}"
         arenas = self.cpu.backend.arenas  # type: ignore[attr-defined]
-        parts = [arenas.state, arenas.token_ring] + [arenas.logprob_ring] * self.config.logprobs
-        arena = np.concatenate([part.ravel() for part in parts])
+        arena = np.concatenate([part.ravel() for part in arenas.parts])
         differ = np.flatnonzero(arena != self.backend.arena.numpy())
         assert not len(differ), f"arena words {differ[:8]} differ"
 

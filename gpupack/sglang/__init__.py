@@ -1,0 +1,1 @@
+"""gpupack in an SGLang engine. Importing this package loads nothing of SGLang."""
