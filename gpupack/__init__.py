@@ -13,8 +13,9 @@ from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
 from gpupack.errors import BackpressureError, GpupackError, InputError, PeerLostError, WireError
 from gpupack.packed import PackedStep
-from gpupack.packer import Packer, Ticket
+from gpupack.packer import Packer
 from gpupack.request import Request, Resume
+from gpupack.ticket import Ticket
 
 try:
     __version__ = version("gpupack")

@@ -52,3 +52,15 @@ class Backend(Protocol):
     def step(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> Launched:
         """One step, see Packer.step; `mode` has `layout.MODE_*` bits."""
         ...
+
+    def prepare(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> None:
+        """Say what the next launch takes in, without launching it; see Packer.prepare_launch."""
+        ...
+
+    def enqueue(self, batch_capacity: int) -> None:
+        """Enqueue the launch; nothing of it depends on the host's memory being read now."""
+        ...
+
+    def commit(self) -> Launched:
+        """The launch that was prepared and enqueued."""
+        ...

@@ -59,6 +59,7 @@ class CpuBackend:
         self._launch = 0
         self._checks = 0  # marks a slot as seen in this batch; refused calls count here, not as launches
         self._optional = HostOptional(config, self.arenas) if config.family_width or config.speculative else None
+        self._prepared: tuple[Any, StepInputs, NDArray[np.int32] | None, int] | None = None
         self._pack = loop.pack_batch
         if self._optional is not None:
             from gpupack.loop_with_optional import pack_batch_with_optional
@@ -115,6 +116,21 @@ class CpuBackend:
         return self.step_ragged(
             handles, accept_lens, token_ids.reshape(-1), starts, logprobs, score_starts, control, mode, width, optional
         )
+
+    def prepare(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> None:
+        """Remember a step; it is done at `commit`, when the sampler has written its inputs."""
+        if self._prepared is not None:
+            raise InputError("prepare_launch: expected commit_launch() after the one before, got another")
+        self._prepared = (handles, inputs, control, mode)
+
+    def enqueue(self, batch_capacity: int) -> None:
+        """Nothing: there is no stream."""
+
+    def commit(self) -> PackedStep:
+        """Do the step that was prepared."""
+        assert self._prepared is not None, "the packer prepares before it commits"
+        prepared, self._prepared = self._prepared, None
+        return self.step(*prepared)
 
     def step_ragged(
         self,

@@ -10,6 +10,8 @@ from gpupack import layout as L
 from gpupack.errors import ConfigError
 
 Device = Literal["cpu", "cuda", "interpret"]
+Transfer = Literal["mapped", "copy"]
+Wait = Literal["block", "spin"]
 Rule = Literal["modulo", "unsent"]
 
 INT32_MAX = 2**31 - 1
@@ -112,6 +114,15 @@ class PackerConfig:
     device
         "cpu": the CPU backend; "cuda": the Triton kernel on the current CUDA device; "interpret": the
         same kernel under Triton's interpreter (TRITON_INTERPRET=1), for tests.
+    transfer
+        How a packed step reaches the host from a device: "mapped", the kernel writes to pinned memory; "copy", it
+        writes to device memory, which is copied (the only way under confidential computing).
+    wait
+        Waiting for a step of a device: "block" the thread, or "spin".
+    ring_timeout_s
+        How long a step waits for a buffer that a reader on another thread still has, before BufferBusyError.
+    fallback
+        If the kernel cannot be compiled here: True, pack on the host instead, with a warning; False, raise.
     policy
         When a request sends.
     """
@@ -131,6 +142,10 @@ class PackerConfig:
     family_window: int | None = None
     speculative: bool = False
     device: Device = "cpu"
+    transfer: Transfer = "mapped"
+    wait: Wait = "block"
+    ring_timeout_s: float = 0.0
+    fallback: bool = True
     policy: EmitPolicy = field(default_factory=EmitPolicy)
 
     def __post_init__(self) -> None:
@@ -171,8 +186,11 @@ class PackerConfig:
                 raise ConfigError(f"{name}: expected more than max_accept = {self.max_accept}, got {value}")
         if self.family_width and not self.logprobs:
             raise ConfigError("logprobs: expected True with max_top_logprobs or max_token_ids_logprobs, got False")
-        if self.device not in get_args(Device):
-            raise ConfigError(f"device: expected one of {get_args(Device)}, got {self.device!r}")
+        for name, choices in (("device", Device), ("transfer", Transfer), ("wait", Wait)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name}: expected one of {get_args(choices)}, got {getattr(self, name)!r}")
+        if not 0 <= self.ring_timeout_s <= 3600:
+            raise ConfigError(f"ring_timeout_s: expected 0 to 3600, got {self.ring_timeout_s!r}")
         self._check_memory()
 
     @property

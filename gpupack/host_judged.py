@@ -13,9 +13,10 @@ from gpupack.control import Control
 from gpupack.errors import InputError
 from gpupack.gate import Conveyed, Gate
 from gpupack.packed import PackedStep
-from gpupack.packer import Packer, Ticket
+from gpupack.packer import Packer
 from gpupack.request import Judge, Request, Resume
 from gpupack.stop_strings import StopStringJudge
+from gpupack.ticket import Ticket
 
 
 class HostJudged:

@@ -324,7 +324,8 @@ SCAN_AXES = {
 SCAN_ROWS, SCAN_TOKENS, SCAN_LOGPROBS, SCAN_FAMILIES, SCAN_LOST, SCAN_KINDS = range(6)
 SCAN_SECOND, SCAN_THIRD, SCAN_ERROR = 10, 20, 30  # first bit of the counters in a word, and of the error
 SCAN_COUNT_MASK = 0x3FF  # so a block has fewer than 1024 rows
-SCAN_HEADER = 1  # 64-bit words before the axes: the launch number
+SCAN_HEADER = 2  # 64-bit words before the axes: launch number, place in the ring
+SCAN_LAUNCH, SCAN_RING = range(SCAN_HEADER)
 
 ERROR_INPUT = 1  # the header's error word: accept_lens or cap_lens out of range, or logprobs lack that were asked for
 

@@ -3,67 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.backend import Backend, Launched
+from gpupack.backend import Launched
+from gpupack.backends import make_backend
 from gpupack.checks import host_array
 from gpupack.config import PackerConfig
 from gpupack.control import Control
-from gpupack.errors import ClosedError, InputError, StepFailedError
+from gpupack.errors import BufferBusyError, ClosedError, InputError, StepFailedError
 from gpupack.inputs import NO_INPUTS, StepInputs
 from gpupack.packed import PackedStep
-from gpupack.request import FinishReason, Request, Resume
+from gpupack.request import Request, Resume
+from gpupack.retraction import where_it_stands
 from gpupack.slots import SlotTable
-from gpupack.state import check_admission, family_width, state_rows
+from gpupack.state import check_admission, state_rows
+from gpupack.ticket import Ticket
 
-
-def make_backend(config: PackerConfig) -> Backend:
-    """The backend for `config.device`. It loads Numba or Triton, so not before a packer is made."""
-    if config.device == "cpu":
-        from gpupack.backend_cpu import CpuBackend
-
-        return CpuBackend(config)
-    from gpupack.backend_triton import TritonBackend
-
-    return TritonBackend(config)
-
-
-def _inside(state: NDArray[np.int32]) -> int:
-    """1 if what ended the output is its last token; an invalid id is not part of it."""
-    return int((int(state[L.FLAGS]) >> L.CODE_SHIFT) & L.CODE_MASK != L.FINISH_INVALID_TOKEN)
-
-
-class Ticket:
-    """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
-
-    __slots__ = ("_packer", "control", "endings", "handles", "launched", "mode", "reasons")
-
-    def __init__(self, packer: Packer, launched: Launched, control: Control | None, mode: int) -> None:
-        self._packer = packer
-        self.launched = launched
-        # The caller may use its Control again before this step is taken in.
-        self.control = None if control is None else control.words.copy()
-        self.mode = mode
-        self.reasons: dict[int, FinishReason] = {}  # by handle: why the host ends requests with this step
-        self.endings = packer.endings
-        self.handles: NDArray[np.int64] | None = None  # of the batch, a copy, if the packer keeps them
-
-    def ready(self) -> bool:
-        """Whether `wait()` would return at once; does not block. Always so on the CPU."""
-        return self.launched.ready()
-
-    def wait(self) -> PackedStep:
-        """The packed step; blocks until the launch has been done.
-
-        Rows of handles that ended since the launch are dropped and counted. StepFailedError if the
-        step went wrong; the packer is closed then.
-        """
-        return self._packer._take_in(self)
+if TYPE_CHECKING:
+    from gpupack.graphs import PackGraph
 
 
 class Packer:
@@ -71,18 +33,20 @@ class Packer:
 
     With `convey` (the default) host-judged requests are passed on for the streamer's gate. Without
     it they keep their cursors here and only `control` ends or holds them: for engines that decide
-    everything on the host. One thread owns a packer. On the CPU nothing is asynchronous.
+    everything on the host. One thread owns a packer. On the CPU nothing is asynchronous. On a device all
+    work goes to `stream`, a torch stream, or without one to the stream that is current at each call.
     """
 
-    def __init__(self, config: PackerConfig, *, convey: bool = True) -> None:
+    def __init__(self, config: PackerConfig, *, convey: bool = True, stream: Any = None) -> None:
         self.config = config
         self.slots = SlotTable(config.capacity)
-        self.backend = make_backend(config)
+        self.backend = make_backend(config, stream=stream)
         self.convey = convey
         self.keep_handles = False  # the streamer needs to know who is in a batch
         self.endings = 0
         self.dropped_rows = 0
         self._in_flight: deque[Ticket] = deque()
+        self._prepared: tuple[Any, Control | None, int] | None = None
         self._closed = False
 
     # --- life of a handle -------------------------------------------------------------------------
@@ -145,38 +109,7 @@ class Packer:
         """
         self._check_open()
         slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
-        state = self.backend.state_row(slot)
-        if state[L.FLAGS] & L.STATE_CONVEYED:
-            raise InputError(f"handle: {handle} is host-judged, its cursors are the gate's: OutputStreamer.retract")
-        launched_len = int(state[L.OUTPUT_LEN])
-        if output_len is None:
-            if self._in_flight:
-                raise InputError(f"output_len: expected, {len(self._in_flight)} steps are in flight, got None")
-            output_len = launched_len
-        rows = self._rows_in_flight(handle)
-        tokens, scores = (int(state[L.TOKEN_CURSOR]), int(state[L.LOGPROB_CURSOR]))
-        if rows:
-            packed, row = rows[0]
-            tokens, scores = (int(packed.column(field)[row]) for field in (L.R_TOKEN_START, L.R_LOGPROB_START))
-        elif state[L.FLAGS] & L.STATE_FINAL_SENT:
-            raise InputError(f"handle: expected a running request, {handle} has sent its final row; retire it")
-        before_finish = max(int(state[L.FINISHED_LEN]) - _inside(state), 0)  # tokens in front of the one that ended it
-        if not rows and state[L.FLAGS] & L.STATE_FINISHED and output_len > before_finish:
-            raise InputError(f"handle: expected a running request, {handle} has finished; pack sends its final row")
-        if not tokens <= output_len <= launched_len:
-            raise InputError(f"output_len: expected {tokens} to {launched_len}, got {output_len}")
-        scores_end = output_len if state[L.FLAGS] & L.STATE_LOGPROBS else scores
-        resume = Resume(
-            output_len=output_len,
-            token_cursor=tokens,
-            logprob_cursor=scores,
-            unsent_tokens=self._unsent(slot, tokens, output_len, rows),
-            unsent_logprobs=self._unsent(slot, scores, scores_end, rows, L.CHANNEL_LOGPROBS).view(np.float32),
-            unsent_families=self._unsent(
-                slot, scores, scores_end, rows, L.CHANNEL_FAMILIES, family_width(int(state[L.WIDTHS]))
-            ),
-            spec_counts=self.backend.spec_row(slot),
-        )
+        resume = where_it_stands(self.backend, self._in_flight, slot, handle, output_len)
         self.retire(np.array([handle], np.int64))
         return resume
 
@@ -250,9 +183,61 @@ class Packer:
         self._closed = True
         self._in_flight.clear()
 
+    # --- a step in three parts, around a CUDA graph -----------------------------------------------
+
+    def prepare_launch(
+        self,
+        handles: Any,
+        token_ids: Any = None,
+        *,
+        control: Control | None = None,
+        return_logprob: bool = True,
+        **inputs: Any,
+    ) -> None:
+        """Say what the next launch takes in, as for `step`; without `token_ids` it only packs.
+
+        Then `enqueue()`, or a graph that captured it, then `commit_launch()`. The arrays are read when the launch
+        runs: those on the device may be written until then, in stream order. Raises as `step` does.
+        """
+        mode = L.MODE_PACK | L.MODE_APPEND * (token_ids is not None)
+        mode = self._mode(StepInputs(token_ids, **inputs), mode, return_logprob)
+        self.backend.prepare(handles, StepInputs(token_ids, **inputs), None if control is None else control.words, mode)
+        self._prepared = (handles, control, mode)
+
+    def enqueue(self, batch_capacity: int | None = None) -> None:
+        """Enqueue the launch for batches of up to `batch_capacity` rows (`max_batch`): what a graph may capture.
+
+        Capturing counts nothing; each replay belongs between a `prepare_launch` and a `commit_launch`.
+        """
+        self._check_open()
+        self.backend.enqueue(self.config.batch_capacity if batch_capacity is None else batch_capacity)
+
+    def commit_launch(self) -> Ticket:
+        """The ticket of the launch that was prepared and enqueued; records its event right behind it."""
+        self._check_open()
+        if self._prepared is None:
+            raise InputError("commit_launch: expected prepare_launch() before, got none")
+        handles, control, mode = self._prepared
+        self._prepared = None
+        return self._ticket(self._guarded(self.backend.commit), handles, control, mode)
+
+    def capture(self, batch_capacity: int | None = None) -> PackGraph:
+        """A CUDA graph of one launch for batches of up to `batch_capacity` rows; ConfigError without CUDA."""
+        self._check_open()
+        from gpupack.graphs import PackGraph
+
+        return PackGraph(self, self.config.batch_capacity if batch_capacity is None else batch_capacity)
+
     def _launch(
         self, handles: Any, inputs: StepInputs, control: Control | None, mode: int, return_logprob: bool
     ) -> Ticket:
+        mode = self._mode(inputs, mode, return_logprob)
+        words = None if control is None else control.words
+        launched = self._guarded(lambda: self.backend.step(handles, inputs, words, mode))
+        return self._ticket(launched, handles, control, mode)
+
+    def _mode(self, inputs: StepInputs, mode: int, return_logprob: bool) -> int:
+        """The mode of a launch that may begin now."""
         self._check_open()
         if len(self._in_flight) >= self.config.max_in_flight:
             raise InputError(
@@ -262,15 +247,27 @@ class Packer:
         mode |= L.MODE_LOGPROBS * return_logprob
         if self.config.speculative and inputs.accept_lens is not None:
             mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
-        words = None if control is None else control.words
-        launched = self.backend.step(handles, inputs, words, mode)
+        return mode
+
+    def _guarded(self, launch: Callable[[], Launched]) -> Launched:
+        """Launch; whatever goes wrong after the inputs were found good closes the packer."""
+        try:
+            return launch()
+        except (InputError, BufferBusyError):
+            raise
+        except Exception as error:
+            self.close()
+            raise StepFailedError(f"step: the launch failed, the packer is closed: {error}") from error
+
+    def _ticket(self, launched: Launched, handles: Any, control: Control | None, mode: int) -> Ticket:
         ticket = Ticket(self, launched, control, mode)
         if self.keep_handles and str(getattr(handles, "device", "cpu")) == "cpu":
             ticket.handles = np.array(handles, np.int64)
         self._in_flight.append(ticket)
         return ticket
 
-    def _take_in(self, ticket: Ticket) -> PackedStep:
+    def take_in(self, ticket: Ticket) -> PackedStep:
+        """What `Ticket.wait` does."""
         self._check_open()
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InputError("wait: expected steps to be taken in once, in the order of their launch")
@@ -286,34 +283,6 @@ class Packer:
                 self.dropped_rows += int(ended.sum())
                 packed.drop_rows(ended)
         return packed
-
-    def _rows_in_flight(self, handle: int) -> list[tuple[PackedStep, int]]:
-        """The rows of this handle that were launched and not taken in, in order."""
-        steps = [ticket.launched.result() for ticket in self._in_flight]
-        return [(packed, int(row)) for packed in steps for row in np.flatnonzero(packed.handles == handle)]
-
-    def _unsent(
-        self,
-        slot: int,
-        begin: int,
-        end: int,
-        rows: list[tuple[PackedStep, int]],
-        channel: int = L.CHANNEL_TOKENS,
-        width: int = 1,
-    ) -> NDArray[np.int32]:
-        """Output items [begin, end) of `width` words, int32: from the rows in flight that carry them, else the ring."""
-        parts = [np.empty(0, np.int32)]
-        for packed, row in rows if width else []:
-            indptr, items = packed.channel(channel)
-            part = items[indptr[row] : indptr[row + 1]]
-            if channel == L.CHANNEL_TOKENS and packed.column(L.R_FLAGS)[row] & L.ROW_HIDDEN_TOKEN:
-                part = part[:0]  # it is not output yet
-            part = part[: max(end - begin, 0) * width]
-            parts.append(part.copy())
-            begin += len(part) // width
-        if begin < end and width:
-            parts.append(self.backend.unsent(slot, begin, end, channel))
-        return np.concatenate(parts)
 
     def _check_open(self) -> None:
         if self._closed:

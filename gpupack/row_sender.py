@@ -12,10 +12,10 @@ from gpupack import layout as L
 from gpupack.errors import SendError
 from gpupack.metrics import Metrics
 from gpupack.packed import PackedStep
-from gpupack.packer import Ticket
 from gpupack.request import Request
 from gpupack.side_records import Carried, SideRecords
 from gpupack.slots import SlotTable
+from gpupack.ticket import Ticket
 from gpupack.wire.encoder import FrameEncoder
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from gpupack import layout as L
 from gpupack.host_columns import HostColumns
 from gpupack.openings import Openings
 from gpupack.packed import PackedStep
-from gpupack.packer import Ticket
 from gpupack.request import FinishReason, is_reason
 from gpupack.slots import SlotTable
+from gpupack.ticket import Ticket
 from gpupack.wire.side import RowExtras, SideRecord, encode_side
 
 UNNAMED_END: FinishReason = {"type": "abort", "message": "Aborted", "status_code": 500, "err_type": "Aborted"}

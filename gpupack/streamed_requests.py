@@ -15,9 +15,10 @@ from gpupack.errors import InputError
 from gpupack.host_columns import HostColumns
 from gpupack.host_judged import HostJudged
 from gpupack.openings import Openings
-from gpupack.packer import Packer, Ticket
+from gpupack.packer import Packer
 from gpupack.request import FinishReason, Request, Resume, is_reason
 from gpupack.stop_strings import StopStringJudge
+from gpupack.ticket import Ticket
 
 
 class StreamedRequests:

@@ -15,12 +15,13 @@ from gpupack.control import Control
 from gpupack.embedding_batch import EmbeddingBatch
 from gpupack.errors import ConfigError, CrashRequestedError, InputError, SendError
 from gpupack.metrics import Metrics
-from gpupack.packer import Packer, Ticket
+from gpupack.packer import Packer
 from gpupack.request import FinishReason, Request
 from gpupack.row_sender import NOTHING_SENT, Carry, RowSender, SendReport
 from gpupack.side_records import SideRecords
 from gpupack.stop_strings import StopStringJudge
 from gpupack.streamed_requests import StreamedRequests
+from gpupack.ticket import Ticket
 from gpupack.wire.encoder import largest_frame
 
 if TYPE_CHECKING:

@@ -34,8 +34,18 @@ POLICIES = {
     "0.5.16": EmitPolicy.sglang_0_5_16(),
     "0.5.23": EmitPolicy.sglang_0_5_23(),
 }
-POINTERS = {"handles_ptr": "*i64", "scan_ptr": "*i64"}  # all others are int32, the token ids either
-MAX_REGISTERS = {1: 128, 4: 168}  # a thread, by max_accept: at least 3 programs fit on a multiprocessor
+POINTERS = {"scan_ptr": "*i64"}  # all others are int32
+# Registers a thread, by max_accept; more with the loops that move records, of which few are in use at a time.
+MAX_REGISTERS = {1: 128, 4: 208}
+MAX_RECORD_REGISTERS = 264
+MAX_SPILLS = 32  # bytes, on CUDA: ptxas keeps one variant below 128 registers at that price
+CHANNELS: dict[str, dict[str, Any]] = {
+    "tokens": {"logprobs": False},
+    "logprobs": {},
+    "top-k": {"max_top_logprobs": 20, "max_token_ids_logprobs": 8},
+    "counters": {"speculative": True},
+    "all": {"max_top_logprobs": 20, "max_token_ids_logprobs": 8, "speculative": True},
+}
 
 GATHER_WORDS = {"int32": "*i32", "int16": "*i16"}
 GATHER_WIDTHS = (1, 7, 1024, 4096)  # words of a row
@@ -51,11 +61,10 @@ class GatherVariant(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What chooses the code: target, width of the token ids, logprobs, longest run, policy."""
+    """What chooses the code: target, what is kept beside tokens (`CHANNELS`), longest run, policy."""
 
     target: str
-    token_ids: str
-    logprobs: bool
+    channels: str
     max_accept: int
     policy: str
 
@@ -74,11 +83,10 @@ def variants() -> Iterator[Variant]:
     """Every variant that is looked after; the presets differ in a few comparisons, so not in all widths."""
     for target in TARGETS:
         for max_accept in MAX_REGISTERS:
-            for token_ids in ("int32", "int64"):
-                for logprobs in (False, True):
-                    yield Variant(target, token_ids, logprobs, max_accept, "default")
-            yield Variant(target, "int64", True, max_accept, "0.5.16")
-            yield Variant(target, "int64", True, max_accept, "0.5.23")
+            for channels in CHANNELS:
+                yield Variant(target, channels, max_accept, "default")
+            yield Variant(target, "all", max_accept, "0.5.16")
+            yield Variant(target, "all", max_accept, "0.5.23")
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -86,14 +94,13 @@ def compile_variant(variant: Variant) -> Any:
     config = PackerConfig(
         vocab_size=128_000,
         max_accept=variant.max_accept,
-        logprobs=variant.logprobs,
         policy=POLICIES[variant.policy],
+        **CHANNELS[variant.channels],
     )
     target = TARGETS[variant.target]
     shape = launch_shape(config, lanes=target.warp_size)
     constants = kernel_constants(config, shape)
-    pointers = POINTERS | {"token_ids_ptr": "*i64" if variant.token_ids == "int64" else "*i32"}
-    return _compile(pack_kernel, target, pointers, constants, shape.warps)
+    return _compile(pack_kernel, target, POINTERS, constants, shape.warps)
 
 
 def gather_variants() -> Iterator[GatherVariant]:
@@ -183,11 +190,10 @@ def _hip_resources(built: Any) -> Resources:
 
 def main() -> None:
     """Print the table."""
-    print("| target | token ids | logprobs | max_accept | policy | registers | spills | local | shared | size |")
-    print("| --- " * 10 + "|")
+    print("| target | channels | max_accept | policy | registers | spills | local | shared | size |")
+    print("| --- " * 9 + "|")
     for variant in variants():
-        cells = (*variant[:2], "on" if variant.logprobs else "off", *variant[3:], *resources(variant))
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        print("| " + " | ".join(map(str, (*variant, *resources(variant)))) + " |", flush=True)
     print("\n| target | words | width | registers | spills | local | shared | size |")
     print("| --- " * 8 + "|")
     for gather in gather_variants():

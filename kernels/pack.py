@@ -19,9 +19,9 @@ from gpupack.kernels.scan import count, publish, put_counts, put_sum, rows_below
 @triton.jit
 def pack_kernel(
     arena_ptr,  # int32: `HostArenas.parts`, one behind the other
-    control_ptr,  # int32: launch words, addresses of the inputs, then control rows [CONTROL_WIDTH, batch]
-    out_ptr,  # int32: one packed step
-    scan_ptr,  # int64: launch number, then words [SCAN axes, BLOCKS]
+    control_ptr,  # int32 [RING, CONTROL_WORDS]: launch words, addresses, control rows [CONTROL_WIDTH, batch]
+    out_ptr,  # int32 [RING, OUT_WORDS]: packed steps
+    scan_ptr,  # int64: launch number, place in the ring, then words [SCAN axes, BLOCKS]
     CAPACITY: tl.constexpr,
     WINDOW: tl.constexpr,
     MAX_ITEMS: tl.constexpr,
@@ -38,10 +38,16 @@ def pack_kernel(
     SPEC_COLUMNS: tl.constexpr,  # likewise
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # most blocks of a launch, a power of two
+    RING: tl.constexpr,
+    CONTROL_WORDS: tl.constexpr,
+    OUT_WORDS: tl.constexpr,
 ):
     """One step for BLOCK rows of the batch; see the module and CUDA.md."""
     block = tl.program_id(0)
-    launch = tl.load(scan_ptr)
+    launch = tl.load(scan_ptr + C.SCAN_LAUNCH)
+    place_in_ring = tl.load(scan_ptr + C.SCAN_RING)
+    control_ptr += place_in_ring * CONTROL_WORDS
+    out_ptr += place_in_ring * OUT_WORDS
     batch = launch_word(control_ptr, C.LAUNCH_BATCH)
     mode = launch_word(control_ptr, C.LAUNCH_MODE)
     token_ring_ptr = arena_ptr + CAPACITY * C.STATE_WIDTH
@@ -270,4 +276,5 @@ def pack_kernel(
         put_counts(out_ptr, kinds, kinds_below, C.H_HELD, C.H_FINISHED, C.H_CONVEYED)
         errors = (lost >> C.SCAN_ERROR) | tl.max(lost_below >> C.SCAN_ERROR, axis=0)
         tl.store(out_ptr + C.H_ERROR, errors)
-        tl.store(scan_ptr, tl.where(launch == INT32_MAX, 1, launch + 1).to(tl.int64))
+        tl.store(scan_ptr + C.SCAN_LAUNCH, tl.where(launch == INT32_MAX, 1, launch + 1).to(tl.int64))
+        tl.store(scan_ptr + C.SCAN_RING, tl.where(place_in_ring == RING - 1, 0, place_in_ring + 1))

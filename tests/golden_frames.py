@@ -60,8 +60,14 @@ STEPS = {
         side=SideRecord(
             openings=[
                 OpeningRecord(
-                    row=0, rid="e", return_logprob=True, top_logprobs_num=2, token_ids_logprob=[5], image_tokens=3,
-                    return_hidden_states=True, cached_tokens_details={"device": 4, "host": 0},
+                    row=0,
+                    rid="e",
+                    return_logprob=True,
+                    top_logprobs_num=2,
+                    token_ids_logprob=[5],
+                    image_tokens=3,
+                    return_hidden_states=True,
+                    cached_tokens_details={"device": 4, "host": 0},
                 )
             ],
             extras=[

@@ -7,6 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from frames import Row, Step, frame_of
 from output_line import lines, scores
 
 from gpupack import layout as L
@@ -15,6 +16,7 @@ from gpupack.columns import OutputColumns
 from gpupack.config import EmitPolicy
 from gpupack.control import Control
 from gpupack.request import Request
+from gpupack.transport.score_ids import ScoreIds
 from gpupack.wire.side import Array, InputLogprobs
 
 line = lines  # a fixture
@@ -211,6 +213,18 @@ def test_ids_of_an_output_that_was_cut_behind_what_was_sent(line):
     columns = OutputColumns.of(line.receive())
     assert (columns.output_ids, columns.completion_tokens) == ([[]], [2])
     assert (ids(columns), columns.output_token_logprobs_val) == ([[1, 2]], [[-1.0, -2.0]])
+
+
+def test_ids_that_do_not_lead_up_to_a_row_are_not_taken_for_others():
+    """What no sender of ours does: a logprob is left out, later ones go, and then come more than there can be."""
+    known = ScoreIds()
+
+    def note(tokens: list[int], before: int, logprobs: list[float]) -> dict:
+        step = Step([Row(0, 1, tokens, before + len(tokens), logprobs=logprobs)], has_logprobs=True)
+        return known.note(frame_of(step), np.array([0]), ["r"], [before])
+
+    assert note([7], 0, []) == {}
+    assert note([9], 2, [-1.0, -2.0, -3.0]) == {0: [None, None, 9]}
 
 
 def test_ids_that_went_to_another_receiver_are_not_known(line):

@@ -20,9 +20,10 @@ from torch import Tensor
 from gpupack.demo.model import SlotModel
 from gpupack.demo.prompts import Prompt
 from gpupack.demo.sampling import sample
-from gpupack.packer import Packer, Ticket
+from gpupack.packer import Packer
 from gpupack.request import Request
 from gpupack.streamer import OutputStreamer, SendReport
+from gpupack.ticket import Ticket
 
 
 @dataclass

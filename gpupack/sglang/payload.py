@@ -118,6 +118,7 @@ class Payloads:
                 raise InputError(f"time_stats: expected what time_stats_bytes made, got: {error}") from None
             if state:
                 stats.decode_json(state)
+                stats.enable_metrics = True  # else the package sends nothing of it
         return stats
 
 

@@ -205,6 +205,8 @@ class StreamTable:
 
     def _note_scores(self, frame: Frame, changes: Changes) -> dict[int, Ids]:
         """Ids of logprobs that are not those of their row's tokens, by row."""
+        if frame.logprob_indptr is not None and np.array_equal(frame.token_indptr, frame.logprob_indptr):
+            return {}
         tokens = np.diff(frame.token_indptr)
         scores = 0 if frame.logprob_indptr is None else np.diff(frame.logprob_indptr)
         requests = self.requests

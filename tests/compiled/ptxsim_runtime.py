@@ -17,7 +17,7 @@ from guarded import GuardedMemory
 from torch import Tensor
 
 from gpupack import layout as L
-from gpupack.device import Event, InterpreterRuntime
+from gpupack.device import HostRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 PTXSIM = Path(os.environ.get("PTXSIM", ROOT.parent / "shared" / "ptxsim"))
@@ -70,10 +70,12 @@ class WithInputs(ptxsim.Kernel):
     in the control block while the kernel runs.
     """
 
-    def __init__(self, kernel: Any, inputs: Sequence[Tensor | None]) -> None:
+    def __init__(self, kernel: Any, inputs: Sequence[Tensor | None], at: int) -> None:
+        """`at` is the first word of the control block in use."""
         self.__dict__.update(vars(kernel))
         assert not any(self.scratch), "a kernel with scratch memory binds more than its arguments"
         names = zip(L.LAUNCH_INPUTS, inputs, strict=True)
+        self.addresses = slice(at + L.LAUNCH_ADDRESSES, at + L.LAUNCH_WORDS)
         self.inputs = [(name, array) for name, array in names if array is not None and array.numel()]
 
     def _bind(self, args: Any, n_ctas: int, poison: Any) -> Any:
@@ -85,7 +87,8 @@ class WithInputs(ptxsim.Kernel):
             symbols[param] = struct.pack("<Q", memory.address(name))
         region, offset = memory.pointer["control_ptr"]
         start = region.start + offset
-        words = memory.buf[start + L.WORD * L.LAUNCH_ADDRESSES : start + L.WORD * L.LAUNCH_WORDS].view("int64")
+        first, last = self.addresses.start, self.addresses.stop
+        words = memory.buf[start + L.WORD * first : start + L.WORD * last].view("int64")
         for index, name in enumerate(L.LAUNCH_INPUTS):
             words[index] = memory.address(name) if name in dict(self.inputs) else 0
         return memory, symbols, sizes
@@ -93,15 +96,15 @@ class WithInputs(ptxsim.Kernel):
     def launch(self, grid: Any, *args: Any, **options: Any) -> Any:
         """As the simulator's; the addresses are the caller's again afterwards."""
         control = args[[name for name, _ in self.args].index("control_ptr")].numpy()
-        kept = control[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS].copy()
+        kept = control[self.addresses].copy()
         try:
             return super().launch(grid, *args, **options)
         finally:
-            control[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS] = kept
+            control[self.addresses] = kept
 
 
 @dataclass
-class PtxSimRuntime:
+class PtxSimRuntime(HostRuntime):
     """DeviceRuntime on ptxsim; a launch has been done when the call returns.
 
     Every launch runs under the next seed. A race of either order, an access outside an argument, a
@@ -125,10 +128,6 @@ class PtxSimRuntime:
 
     host = zeros
 
-    def record(self) -> Event:
-        """An event that has happened."""
-        return InterpreterRuntime().record()
-
     def launch(
         self,
         kernel: Any,
@@ -141,7 +140,8 @@ class PtxSimRuntime:
         """Execute `programs` programs; the caller's memory is as before if this raises."""
         built = variant(self.edit(kernel), self.arch, arguments, constants, warps)
         if inputs:
-            built = WithInputs(built, inputs)
+            scan = arguments[[name for name, _ in built.args].index("scan_ptr")]
+            built = WithInputs(built, inputs, int(scan[L.SCAN_RING]) * constants["CONTROL_WORDS"])
         self.seed += 1
         stats = built.launch(
             (programs,), *arguments, seed=self.seed, schedule=self.schedule, races=self.races, allow=self.allow,

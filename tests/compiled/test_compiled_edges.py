@@ -54,7 +54,7 @@ def test_the_launch_number_comes_round_past_zero() -> None:
     twins = make(3)
     last = 2**31 - 1
     twins.backend._launch = last - 2
-    twins.backend.scan[0] = last - 1
+    twins.backend.scan[L.SCAN_LAUNCH] = last - 1
     numbers = []
     for _ in range(3):
         handles, tokens, scores = ready(twins)

@@ -187,7 +187,7 @@ class Twins:
             self.extras(len(handles), given)
         self.backend.runtime.allow = [reads_reused_slot] if self.reuses(handles) else []  # type: ignore[attr-defined]
         self.cpu.backend._free[-1].fill(POISON)  # type: ignore[attr-defined]
-        self.backend._free[-1].out_words.fill(POISON)
+        self.backend.ring.take().out.fill(POISON)
         calls = [getattr(packer, kind)(handles, *inputs, **given) for packer in (self.cpu, self.device)]
         self.in_flight.append((calls[0], calls[1]))
         self.compare(calls[0], calls[1])

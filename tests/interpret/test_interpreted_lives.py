@@ -15,6 +15,7 @@ from test_lives import Harness, Play, Receiver
 
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.device import InterpreterRuntime
 from gpupack.packer import Packer
 from gpupack.request import Request
 
@@ -23,29 +24,20 @@ GUARD = 64  # words around each arena
 CANARY = 0x5AFEC0DE
 
 
-class GuardedRuntime:
+class GuardedRuntime(InterpreterRuntime):
     """The interpreter's runtime, with canaries around everything it gives out."""
 
     def __init__(self) -> None:
-        from gpupack.device import InterpreterRuntime
-
-        self._inner = InterpreterRuntime()
-        self.device, self.lanes = self._inner.device, self._inner.lanes
+        super().__init__()
         self._given: list[Any] = []
 
     def zeros(self, words: int, dtype: Any) -> Any:
-        memory = self._inner.zeros(words + 2 * GUARD, dtype)
+        memory = super().zeros(words + 2 * GUARD, dtype)
         memory[:GUARD] = memory[-GUARD:] = CANARY
         self._given.append(memory)
         return memory[GUARD:-GUARD]
 
     host = zeros
-
-    def record(self) -> Any:
-        return self._inner.record()
-
-    def launch(self, *arguments: Any) -> None:
-        self._inner.launch(*arguments)
 
     def check(self) -> None:
         for memory in self._given:
@@ -65,9 +57,10 @@ def harness(block: int) -> Harness:
 
     def poison(packer: Packer, word: int) -> None:
         packer.backend.runtime.check()
-        assert packer.backend._free
-        for buffer in packer.backend._free:
-            buffer.out_words.fill(word)
+        free = [buffer for buffer in packer.backend.ring.buffers if not buffer.busy]
+        assert free
+        for buffer in free:
+            buffer.out.fill(word)
 
     return Harness(f"interpreter, blocks of {block}", make, poison)
 

@@ -77,7 +77,7 @@ class Life:
         self.place: dict[str, int] = {}  # where a request stands in the newcomers' text
         self.overlap = self.chance(0.5)
         self.events: Counter[str] = Counter()
-        self.outputs = Outputs(rng)
+        self.outputs = Outputs(rng, speculative=setting.speculative)
 
     def step(self) -> Step:
         """The next step."""

@@ -20,8 +20,10 @@ ODD_LOGPROBS = (-np.inf, np.nan, -0.0)
 class Outputs:
     """Random outputs of a model, of every kind that a request can ask for."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, *, speculative: bool) -> None:
         self.rng = rng
+        # As the package does it: one value a step, however many tokens it accepts. Else as a model might.
+        self.custom_per_step = speculative and rng.random() < 0.5
         self.custom_keys = ("route", "score")[: int(rng.integers(0, 3))]
 
     def take(self, req: Any, tokens: list[int], *, first: bool = False) -> None:
@@ -32,7 +34,7 @@ class Outputs:
         req.update_finish_state(len(tokens))
         if req.finished():
             self._collect_at_end(req)
-        self._custom(req, len(tokens))
+        self._custom(req, 1 if self.custom_per_step else len(tokens))
         if req.return_logprob:
             if first and req.logprob.input_token_logprobs_val is None:
                 self._input_logprobs(req)

@@ -47,6 +47,8 @@ class Engine:
         rng = self.rng
         reqs = self.chunked + [self.newcomers.make() for _ in range(int(rng.integers(self.dense is not None, 4)))]
         reqs += [req for req in self.seen if rng.random() < 0.4]
+        gone = [self.handles[req.rid] for req in self.seen if req not in reqs]
+        self.ours.streamer.retire(np.array(gone, np.int64))
         reqs = [reqs[i] for i in rng.permutation(len(reqs))]
         embeddings = self._embeddings(len(reqs))
         shape = (2, 3) if rng.random() < 0.7 else (1, 3)
@@ -136,7 +138,8 @@ def run(engine, wire, payloads, steps):
         assert ours is not None, f"{engine.kind}, step {number}: real {real.rids}, ours none"
         sent_again += len(before & set(real.rids))
         where = f"embeddings {engine.kind}, step {number}"
-        TALLY.compare(where, message_columns.of(wire.carry(real)), message_columns.of(payloads.embedding(ours)))
+        made = wire.carry(payloads.embedding(ours))
+        TALLY.compare(where, message_columns.of(wire.carry(real)), message_columns.of(made))
     return sent_again
 
 

@@ -59,7 +59,7 @@ def live(life, steps, wire, payloads, readers, folder):
             assert (sent is None) == (got is None), f"{where}: real {sent and sent.rids}, ours {got and got.rids}"
             if got is None:
                 continue
-            sent, made = wire.carry(sent), payloads.output(got)
+            sent, made = wire.carry(sent), wire.carry(payloads.output(got))
             TALLY.compare(where, message_columns.of(sent), message_columns.of(made))
             compare_texts(where, readers, sent, made)
         TALLY.paths.update(life.events)

@@ -1,0 +1,38 @@
+"""PackGraph: a packer's launch as a CUDA graph of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpupack.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from gpupack.packer import Packer
+    from gpupack.ticket import Ticket
+
+
+class PackGraph:
+    """One launch for batches of up to `batch_capacity` rows, captured; made by `Packer.capture`.
+
+    Its inputs may lie anywhere: a replay reads where `prepare_launch` said. An engine that has a graph anyway
+    captures `Packer.enqueue()` in that one, behind its sampler.
+    """
+
+    def __init__(self, packer: Packer, batch_capacity: int) -> None:
+        if packer.config.device != "cuda":
+            raise ConfigError(f"device: expected 'cuda' for a graph, got {packer.config.device!r}")
+        self.batch_capacity = batch_capacity
+        self._packer = packer
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=getattr(packer.backend.runtime, "stream", None)):  # type: ignore[attr-defined]
+            packer.enqueue(batch_capacity)
+
+    def step(self, handles: Any, token_ids: Any = None, **inputs: Any) -> Ticket:
+        """As `Packer.step`, by a replay; on the current stream."""
+        if len(handles) > self.batch_capacity:
+            raise InputError(f"handles: expected at most {self.batch_capacity} rows in this graph, got {len(handles)}")
+        self._packer.prepare_launch(handles, token_ids, **inputs)
+        self._graph.replay()
+        return self._packer.commit_launch()
