@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +60,10 @@ class Backend(Protocol):
 
     def enqueue(self, batch_capacity: int) -> None:
         """Enqueue the launch; nothing of it depends on the host's memory being read now."""
+        ...
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named span of the host's time for a device's profiler; nothing on the CPU."""
         ...
 
     def commit(self) -> Launched:

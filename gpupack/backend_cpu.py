@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from gpupack.request import Resume
 from gpupack.state import HostArenas
 
 _NOTHING = np.empty(0, np.int32)
+_NO_SPAN: AbstractContextManager[object] = nullcontext()
 
 _CAUSES = {
     check.BAD_ACCEPT_LEN: "accept_lens: expected 0 to {max_accept}, got {accept}",
@@ -50,10 +52,15 @@ class CpuBackend:
 
     def __init__(self, config: PackerConfig) -> None:
         self.config = config
+        # Read once: a property at each step costs as much as a dozen rows.
+        self._shape, self._spec_width = config.packed_shape, config.spec_width
+        self._most_rows, self._max_accept = config.batch_capacity, config.max_accept
+        self._vocab_size = config.vocab_size
         self.arenas = HostArenas(config)
         self.buffer_words = self.layout(config.batch_capacity).size
         self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
         self._policy, self._backlog_limit = config.policy.bits, config.backlog_limit
+        self._family_limit = config.family_limit
         self._seen = np.zeros(config.capacity, np.int64)
         self._ones = np.ones(config.batch_capacity, np.int32)
         self._launch = 0
@@ -117,6 +124,10 @@ class CpuBackend:
             handles, accept_lens, token_ids.reshape(-1), starts, logprobs, score_starts, control, mode, width, optional
         )
 
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Nothing: what runs on the CPU is seen by its profilers."""
+        return _NO_SPAN
+
     def prepare(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> None:
         """Remember a step; it is done at `commit`, when the sampler has written its inputs."""
         if self._prepared is not None:
@@ -146,10 +157,9 @@ class CpuBackend:
         optional: OptionalInputs = NO_OPTIONAL,
     ) -> PackedStep:
         """Runs given by start and length; `width` bounds the lengths beside `max_accept`."""
-        config = self.config
         batch = handles.shape[0]
-        if batch > config.batch_capacity:
-            raise InputError(f"handles: expected at most max_batch = {config.batch_capacity} rows, got {batch}")
+        if batch > self._most_rows:
+            raise InputError(f"handles: expected at most max_batch = {self._most_rows} rows, got {batch}")
         if control is None:
             control = NO_CONTROL
         elif control.shape[1] != batch:
@@ -158,17 +168,17 @@ class CpuBackend:
             accept_lens = self._ones[:batch]
         scores = _NOTHING if logprobs is None else logprobs.view(np.int32)
         score_starts = token_starts if logprob_starts is None else logprob_starts
-        max_accept = config.max_accept if width is None else min(width, config.max_accept)
+        max_accept = self._max_accept if width is None else min(width, self._max_accept)
         self._checks += 1
         cause, row = check.check_batch(
             self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, self._backlog_limit,
-            config.family_limit, logprobs is not None, self._checks, optional.top_width, optional.ids_width,
-            optional.block_accept_lens, optional.cap_lens, config.max_accept,
+            self._family_limit, logprobs is not None, self._checks, optional.top_width, optional.ids_width,
+            optional.block_accept_lens, optional.cap_lens, self._max_accept,
         )  # fmt: skip
         if cause != check.OK:
             raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode, optional)
         if not self._free:
-            raise BufferBusyError(f"step: all {config.buffers} packed steps are in use; release an earlier one first")
+            raise BufferBusyError(f"step: all {self.config.buffers} packed steps are in use; release an earlier one")
         out = self._free.pop()
         self._launch += 1
         layout = self.layout(batch)
@@ -176,15 +186,15 @@ class CpuBackend:
         self._pack(
             self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, arrays, handles, accept_lens,
             token_ids, token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens,
-            layout.logprobs, layout.families, mode, self._policy, self._backlog_limit, config.family_limit,
-            config.vocab_size, self._launch,
+            layout.logprobs, layout.families, mode, self._policy, self._backlog_limit, self._family_limit,
+            self._vocab_size, self._launch,
         )  # fmt: skip
-        with_logprobs = config.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
-        return PackedStep(out, layout, with_logprobs, self._free.append, spec_width=config.spec_width)
+        with_logprobs = self._shape.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
+        return PackedStep(out, layout, with_logprobs, self._free.append, spec_width=self._spec_width)
 
     def layout(self, batch: int) -> L.PackedLayout:
         """Where the sections of a packed step of `batch` rows lie."""
-        return L.packed_layout(batch, self.config.packed_shape)
+        return L.packed_layout(batch, self._shape)
 
     def _input_error(
         self,

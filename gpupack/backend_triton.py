@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class TritonBackend:
         stream: Any = None,
     ) -> None:
         self.config = config
+        self._shape = config.packed_shape
         self.runtime = runtime or make_runtime(config.device, blocking=config.wait == "block", stream=stream)
         self.shape: LaunchShape = launch_shape(config, block, warps, self.runtime.lanes)
         self._places = ArenaPlaces(config)
@@ -99,6 +101,10 @@ class TritonBackend:
             self.enqueue(self._batch)
         return self.commit()
 
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """An NVTX range on CUDA."""
+        return self.runtime.span(name)
+
     def prepare(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> None:
         """Write what the next launch is told, and count it. BufferBusyError, InputError: nothing was changed.
 
@@ -111,7 +117,7 @@ class TritonBackend:
         self._batch = len(handles)
         self.ring.advance()
         self._launch = self._launch % (2**31 - 1) + 1
-        layout = L.packed_layout(self._batch, self.config.packed_shape)
+        layout = L.packed_layout(self._batch, self._shape)
         with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS)
         self._prepared = DeviceStep(self, buffer, self._launch, layout, with_logprobs)
 

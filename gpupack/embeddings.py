@@ -198,6 +198,8 @@ class EmbeddingGather:
         if source.ndim != 2 or source.shape[1] != self.width:
             raise InputError(f"{name}: expected shape [rows, {self.width}], got {tuple(source.shape)}")
         row, item = source.stride() if is_tensor(source) else (n // source.itemsize for n in source.strides)
+        if not source.shape[0]:
+            return  # the strides of nothing may be anything
         if (item != 1 and self.width > 1) or not 0 <= row <= INT32_MAX or source.shape[0] > INT32_MAX:
             raise InputError(
                 f"{name}: expected contiguous rows at most {INT32_MAX} items apart, got strides {(row, item)}"

@@ -16,6 +16,13 @@ class StepInputs(NamedTuple):
     token_ids_logprobs_val: Any = None
     block_accept_lens: Any = None
     cap_lens: Any = None
+    verify: bool | None = None
+    """A verify step of speculative decoding; None: if there are `accept_lens`."""
+
+    @property
+    def is_verify(self) -> bool:
+        """Whether the counters of speculative decoding go up."""
+        return self.accept_lens is not None if self.verify is None else self.verify
 
 
 NO_INPUTS = StepInputs()

@@ -95,7 +95,7 @@ class Openings:
             skip_special_tokens=request.skip_special_tokens,
             spaces_between_special_tokens=request.spaces_between_special_tokens,
             no_stop_trim=request.no_stop_trim,
-            prompt_tokens=len(request.prompt_ids),
+            prompt_tokens=request.prompt_len,
             tokens_before=start,
             resumed=bool(self._known[slot]),
             restarts=int(self._restarts[slot]),

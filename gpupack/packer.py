@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,7 @@ class Packer:
         token_ids_logprobs_val: Any = None,
         block_accept_lens: Any = None,
         cap_lens: Any = None,
+        verify: bool | None = None,
         control: Control | None = None,
         return_logprob: bool = True,
     ) -> Ticket:
@@ -150,8 +152,9 @@ class Packer:
             float32 `[B, M]` or `[B, S, M]`: logprobs of the ids of each request's `token_ids_logprob`, in its
             order; what stands behind them is not looked at.
         block_accept_lens, cap_lens
-            int32 or int64 `[B]`, counted if the packer counts speculative decoding; `accept_lens` says that the
-            step is a verify step. `cap_lens` are 0 to `max_accept`.
+            int32 or int64 `[B]`, counted if the packer counts speculative decoding. `cap_lens` are 0 to `max_accept`.
+        verify
+            Whether this is a verify step, whose rows are counted; None: if there are `accept_lens`.
         control
             What the host asks of the rows, or None.
         return_logprob
@@ -161,7 +164,7 @@ class Packer:
         """
         inputs = StepInputs(
             token_ids, accept_lens, logprobs, top_logprobs_val, top_logprobs_idx, token_ids_logprobs_val,
-            block_accept_lens, cap_lens,
+            block_accept_lens, cap_lens, verify,
         )  # fmt: skip
         return self._launch(handles, inputs, control, L.MODE_APPEND | L.MODE_PACK, return_logprob)
 
@@ -228,6 +231,10 @@ class Packer:
 
         return PackGraph(self, self.config.batch_capacity if batch_capacity is None else batch_capacity)
 
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A named span of the host's time: an NVTX range on CUDA, nothing elsewhere."""
+        return self.backend.span(name)
+
     def _launch(
         self, handles: Any, inputs: StepInputs, control: Control | None, mode: int, return_logprob: bool
     ) -> Ticket:
@@ -245,7 +252,7 @@ class Packer:
                 "got another; wait() for the oldest"
             )
         mode |= L.MODE_LOGPROBS * return_logprob
-        if self.config.speculative and inputs.accept_lens is not None:
+        if self.config.speculative and inputs.is_verify:
             mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
         return mode
 

@@ -62,6 +62,8 @@ class Request:
         Name of the request at the receiver.
     prompt_ids
         The unpadded prompt.
+    prompt_tokens
+        Length of the prompt to be told, where it is not that of `prompt_ids` (padded multimodal prompts).
     max_new_tokens
         Length cap.
     stream, stream_interval
@@ -86,6 +88,7 @@ class Request:
 
     rid: str
     prompt_ids: Sequence[int] = ()
+    prompt_tokens: int | None = None
     max_new_tokens: int = NO_LIMIT
     stream: bool = True
     stream_interval: int | None = None
@@ -111,9 +114,9 @@ class Request:
     def __post_init__(self) -> None:
         if not _is_text(self.rid) or not self.rid:
             raise InputError(f"rid: expected a non-empty string that UTF-8 can encode, got {self.rid!r}")
-        for name in ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num"):
+        for name in ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num", "prompt_tokens"):
             value = getattr(self, name)
-            optional = name == "stream_interval" and value is None
+            optional = name in ("stream_interval", "prompt_tokens") and value is None
             if not optional and not _is_int32(value, 0):
                 raise InputError(f"{name} of {self.rid}: expected an integer from 0 to {NO_LIMIT}, got {value!r}")
         for name in FLAGS:
@@ -148,6 +151,11 @@ class Request:
     def prompt_tail(self) -> list[int]:
         """Up to 5 last tokens of the prompt; their number is the read offset."""
         return [int(token) for token in self.prompt_ids[-PROMPT_TAIL:]]
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt, as the receiver is told."""
+        return len(self.prompt_ids) if self.prompt_tokens is None else self.prompt_tokens
 
     @property
     def family_width(self) -> int:

@@ -254,10 +254,12 @@ class OutputStreamer(StreamedRequests):
         steps = [packed]
         try:
             if packed.header(L.H_CONVEYED):
-                steps += self._judged.decide(packed, ticket, self.judge)
+                with self.packer.span("gate"):
+                    steps += self._judged.decide(packed, ticket, self.judge)
             self.metrics.count_step(steps[-1], packed)
             self.metrics.dropped_rows = self.packer.dropped_rows
-            return self._rows.send(steps[-1], ticket, packed.header(L.H_LAUNCH), idle, carry)
+            with self.packer.span("send"):
+                return self._rows.send(steps[-1], ticket, packed.header(L.H_LAUNCH), idle, carry)
         except SendError:
             raise
         except BaseException:

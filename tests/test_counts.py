@@ -205,3 +205,20 @@ def test_counts_out_of_range_or_unknown_are_refused(line):
     with pytest.raises(HandleError, match="is not live"):
         line.streamer.attach(int(handles[1]), time_stats=b"")
     assert OutputColumns.of(line.step(handles[:1], [1])).image_tokens == [0]
+
+
+def test_the_prompt_may_count_otherwise_than_its_ids(line):
+    line = line()
+    handles = line.streamer.admit([Request("a", prompt_ids=[1, 2, 3], prompt_tokens=577), Request("b", prompt_ids=[4])])
+    columns = OutputColumns.of(line.step(handles, [5], [6]))
+    assert columns.prompt_tokens == [577, 1]
+    assert columns.decode_ids == [[1, 2, 3, 5], [4, 6]]
+    with pytest.raises(InputError, match="prompt_tokens of c: expected an integer from 0"):
+        Request("c", prompt_tokens=-1)
+
+
+def test_a_prefill_step_of_a_speculative_engine_counts_nothing(line):
+    line = line(speculative=True, max_accept=4)
+    handles = line.streamer.admit([Request("a"), Request("b")])
+    assert OutputColumns.of(line.step(handles, [5], [], verify=False)).spec_verify_ct == [0]
+    assert OutputColumns.of(line.step(handles, [5, 6], [7])).spec_verify_ct == [1, 1]

@@ -486,3 +486,14 @@ def test_frames_that_wait_for_a_slow_receiver_arrive_whole(tmp_path: Any) -> Non
                 rows = values(step) if array is None else array.tolist()
                 received += [(rid, row[0], len(set(row))) for rid, row in zip(rids(step), rows, strict=True)]
         assert received == [(f"r{row}", row / 2, 1) for row in range(2 * len(dense))]
+
+
+@pytest.mark.parametrize("policy", [EmitPolicy(), *PRESETS])
+def test_a_dense_batch_of_no_rows(line, policy: EmitPolicy) -> None:
+    import torch
+
+    line = line(EmbeddingGather(3, max_batch=2), policy=policy)
+    nothing = np.empty(0, np.int64)
+    for empty in (np.empty((0, 3), np.float32), torch.empty(0, 3), torch.empty(2, 0, 3)[1]):
+        report = line.streamer.stream_embeddings(nothing, empty)
+        assert (report.rows, report.frame_bytes > 0) == (0, policy.send_empty)
