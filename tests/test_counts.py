@@ -121,8 +121,15 @@ def test_rows_without_extras_cost_no_bytes_and_no_look_at_their_slots(line, monk
 
 
 def test_bytes_per_row_do_not_grow_with_the_output(line):
-    line = line()
-    request = Request("r", return_hidden_states=True, return_logprob=True)
+    line = line(max_top_logprobs=2, max_token_ids_logprobs=1, speculative=True)
+    request = Request(
+        "r", return_hidden_states=True, return_logprob=True, top_logprobs_num=2, token_ids_logprob=[9],
+    )  # fmt: skip
+    families = {
+        "top_logprobs_val": np.zeros((1, 2), np.float32),
+        "top_logprobs_idx": np.array([[4, 5]]),
+        "token_ids_logprobs_val": np.zeros((1, 1), np.float32),
+    }
     (handle,) = line.streamer.admit([request]).tolist()
     sizes = {}
     for token in range(16_000):
@@ -130,8 +137,9 @@ def test_bytes_per_row_do_not_grow_with_the_output(line):
             handle, hidden_states=[np.zeros(4, np.float16)], customized_info={"p": [7]}, time_stats=b"0123"
         )
         line.streamer.set_counts(np.array([handle]), reasoning_tokens=np.array([20_000 + token]))
-        sizes[token + 1] = line.put([handle], [1], logprobs=scores([-1]))
-        assert len(line.receive().deltas()[0].extras.hidden_states) == 1
+        sizes[token + 1] = line.put([handle], [1], logprobs=scores([-1]), cap_lens=np.array([3]), **families)
+        (delta,) = line.receive().deltas()
+        assert len(delta.extras.hidden_states) == len(delta.top_logprobs_idx) == 1
     assert sizes[16_000] == sizes[100]
 
 
