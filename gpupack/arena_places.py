@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
-from gpupack.request import Resume
+from gpupack.request import FRESH, Resume
 from gpupack.state import family_width, record_places
 
 
@@ -44,6 +44,8 @@ class ArenaPlaces:
         counts = [resume.spec_counts if len(resume.spec_counts) else np.zeros(width, np.int32) for resume in resumes]
         values = [rows, np.array(counts, np.int32)]
         for slot, row, resume in zip(slots.tolist(), rows, resumes, strict=True):
+            if resume is FRESH:
+                continue
             scores = np.asarray(resume.unsent_logprobs, np.float32).view(np.int32)
             for channel, cursor, items, words in (
                 (L.CHANNEL_TOKENS, resume.token_cursor, resume.unsent_tokens, 1),

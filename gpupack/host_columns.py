@@ -14,7 +14,7 @@ from gpupack.checks import check_rows, host_array
 from gpupack.errors import InputError
 from gpupack.kept import Kept
 from gpupack.packed import PackedStep
-from gpupack.request import Request, Resume
+from gpupack.request import FRESH, Request, Resume
 from gpupack.slots import SlotTable
 from gpupack.wire.side import COUNTS, INT32_MAX, RETURNED, CachedTokensDetails, InputLogprobs, Returned
 
@@ -61,23 +61,29 @@ class HostColumns:
 
     def admit(self, slots: NDArray[np.int64], requests: Sequence[Request], resumes: Sequence[Resume]) -> None:
         """Begin handles; what a resumed request had kept goes on."""
-        for slot, request, resume in zip(slots.tolist(), requests, resumes, strict=True):
-            kept = resume.kept
-            self._counts[:, slot] = 0
-            self._counts[0, slot] = request.cached_tokens
-            if kept is not None:
-                self._counts[:, slot] = kept.counts
-                kept = replace(kept, counts=())
-            elif resume.input_logprobs_sent:
-                kept = Kept(input_logprobs_sent=True)
-            self._kept[slot] = kept
-            self._waiting[slot] = kept is not None and (kept.waits() or bool(kept.arrays or kept.time_stats))
-            asked = (request.return_hidden_states, request.return_routed_experts, request.return_indexer_topk)
-            bits = sum(1 << i for i, wanted in enumerate(asked) if wanted)
-            self._asked[slot] = bits
-            self.asking += bits > 0
+        self._counts[:, slots] = 0
+        self._counts[0, slots] = [request.cached_tokens for request in requests]
+        self._asked[slots] = [
+            request.return_hidden_states | request.return_routed_experts << 1 | request.return_indexer_topk << 2
+            for request in requests
+        ]
+        self.asking += int(np.count_nonzero(self._asked[slots]))
+        self._waiting[slots] = False
+        for slot, resume in zip(slots.tolist(), resumes, strict=True):
+            if resume is not FRESH:
+                self._go_on(slot, resume)
         self._changed[slots] = 0
         self.waiting |= bool(self._waiting[slots].any())
+
+    def _go_on(self, slot: int, resume: Resume) -> None:
+        kept = resume.kept
+        if kept is not None:
+            self._counts[:, slot] = kept.counts
+            kept = replace(kept, counts=())
+        elif resume.input_logprobs_sent:
+            kept = Kept(input_logprobs_sent=True)
+        self._kept[slot] = kept
+        self._waiting[slot] = kept is not None and (kept.waits() or bool(kept.arrays or kept.time_stats))
 
     def end(self, slots: NDArray[np.int64]) -> None:
         """End handles, and forget what was attached to them."""
@@ -200,7 +206,8 @@ class HostColumns:
     def opening(self, slot: int) -> dict[str, Any]:
         """Counts and details as the fields of an opening record, which tells them."""
         self._changed[slot] = 0
-        fields: dict[str, Any] = dict(zip(COUNTS, self._counts[:, slot].tolist(), strict=True))
+        counts = self._counts[:, slot].tolist()
+        fields: dict[str, Any] = dict(zip(COUNTS, counts, strict=True)) if any(counts) else {}
         kept = self._kept[slot]
         if kept is not None and kept.details is not None:
             fields["cached_tokens_details"] = kept.details

@@ -40,6 +40,19 @@ def _width(widths):
 
 
 @inlined
+def counts_nothing(optional):
+    """Whether the packer has no speculative counters."""
+    return optional[SPEC].shape[1] == 0
+
+
+@inlined
+def put_record(optional, widths, i, place, out, base, at):
+    """Write the record at `place` of row i's run to out[base + at:]; returns where the next goes."""
+    _put_record(optional, widths, i, place, out, base + at)
+    return at + _width(widths)
+
+
+@inlined
 def _put_record(optional, widths, i, place, out, at):
     """Write the record at `place` of row i's run to out[at:]."""
     top, ids = widths & L.TOP_WIDTH_MASK, widths >> L.IDS_WIDTH_SHIFT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from gpupack.control import Control
 from gpupack.errors import BufferBusyError, ClosedError, InputError, StepFailedError
 from gpupack.inputs import NO_INPUTS, StepInputs
 from gpupack.packed import PackedStep
-from gpupack.request import Request, Resume
+from gpupack.request import FRESH, Request, Resume
 from gpupack.retraction import where_it_stands
 from gpupack.slots import SlotTable
 from gpupack.state import check_admission, state_rows
@@ -27,6 +27,8 @@ from gpupack.ticket import Ticket
 
 if TYPE_CHECKING:
     from gpupack.graphs import PackGraph
+
+T = TypeVar("T")
 
 
 class Packer:
@@ -47,7 +49,7 @@ class Packer:
         self.endings = 0
         self.dropped_rows = 0
         self._in_flight: deque[Ticket] = deque()
-        self._prepared: tuple[Any, Control | None, int] | None = None
+        self._prepared: Ticket | None = None
         self._closed = False
 
     # --- life of a handle -------------------------------------------------------------------------
@@ -61,7 +63,7 @@ class Packer:
         self._check_open()
         if resume is not None and len(resume) != len(requests):
             raise InputError(f"resume: expected {len(requests)} entries, one for each request, got {len(resume)}")
-        resumes = [entry or Resume() for entry in resume or [None] * len(requests)]
+        resumes = [entry or FRESH for entry in resume or [None] * len(requests)]
         on_host = [request.judged_by(self.config.eos_token_ids) != "device" for request in requests]
         check_admission(requests, resumes, self.config)
         handles = self.slots.take(requests)
@@ -94,7 +96,7 @@ class Packer:
         """
         self._check_open()
         requests = [request for request in map(self.slots.requests.__getitem__, slots.tolist()) if request is not None]
-        resumes, nothing = [Resume()] * len(slots), [False] * len(slots)
+        resumes, nothing = [FRESH] * len(slots), [False] * len(slots)
         handles = self.slots.generations[slots] << L.SLOT_BITS | slots
         rows = state_rows(handles, requests, resumes, self.config, conveyed=nothing, judged=nothing)
         if len(slots):
@@ -109,6 +111,8 @@ class Packer:
         there use `OutputStreamer.retract`.
         """
         self._check_open()
+        if self._prepared is not None:  # its launch may have sent rows that nobody could find
+            raise InputError("retract: expected commit_launch() after prepare_launch() first, got retract()")
         slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
         resume = where_it_stands(self.backend, self._in_flight, slot, handle, output_len)
         self.retire(np.array([handle], np.int64))
@@ -205,12 +209,13 @@ class Packer:
         mode = L.MODE_PACK | L.MODE_APPEND * (token_ids is not None)
         mode = self._mode(StepInputs(token_ids, **inputs), mode, return_logprob)
         self.backend.prepare(handles, StepInputs(token_ids, **inputs), None if control is None else control.words, mode)
-        self._prepared = (handles, control, mode)
+        self._prepared = self._ticket(handles, control, mode)
 
     def enqueue(self, batch_capacity: int | None = None) -> None:
         """Enqueue the launch for batches of up to `batch_capacity` rows (`max_batch`): what a graph may capture.
 
-        Capturing counts nothing; each replay belongs between a `prepare_launch` and a `commit_launch`.
+        Capturing counts nothing; each replay belongs between a `prepare_launch` and a `commit_launch`, on the stream
+        of the packer's other work: to be in an engine's graph, a packer has no stream of its own.
         """
         self._check_open()
         self.backend.enqueue(self.config.batch_capacity if batch_capacity is None else batch_capacity)
@@ -220,9 +225,8 @@ class Packer:
         self._check_open()
         if self._prepared is None:
             raise InputError("commit_launch: expected prepare_launch() before, got none")
-        handles, control, mode = self._prepared
-        self._prepared = None
-        return self._ticket(self._guarded(self.backend.commit), handles, control, mode)
+        ticket, self._prepared = self._prepared, None
+        return self._launched(ticket, self.guarded(self.backend.commit))
 
     def capture(self, batch_capacity: int | None = None) -> PackGraph:
         """A CUDA graph of one launch for batches of up to `batch_capacity` rows; ConfigError without CUDA."""
@@ -240,8 +244,8 @@ class Packer:
     ) -> Ticket:
         mode = self._mode(inputs, mode, return_logprob)
         words = None if control is None else control.words
-        launched = self._guarded(lambda: self.backend.step(handles, inputs, words, mode))
-        return self._ticket(launched, handles, control, mode)
+        launched = self.guarded(lambda: self.backend.step(handles, inputs, words, mode))
+        return self._launched(self._ticket(handles, control, mode), launched)
 
     def _mode(self, inputs: StepInputs, mode: int, return_logprob: bool) -> int:
         """The mode of a launch that may begin now."""
@@ -256,7 +260,7 @@ class Packer:
             mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
         return mode
 
-    def _guarded(self, launch: Callable[[], Launched]) -> Launched:
+    def guarded(self, launch: Callable[[], T]) -> T:
         """Launch; whatever goes wrong after the inputs were found good closes the packer."""
         try:
             return launch()
@@ -266,10 +270,14 @@ class Packer:
             self.close()
             raise StepFailedError(f"step: the launch failed, the packer is closed: {error}") from error
 
-    def _ticket(self, launched: Launched, handles: Any, control: Control | None, mode: int) -> Ticket:
-        ticket = Ticket(self, launched, control, mode)
+    def _ticket(self, handles: Any, control: Control | None, mode: int) -> Ticket:
+        ticket = Ticket(self, control, mode)
         if self.keep_handles and str(getattr(handles, "device", "cpu")) == "cpu":
             ticket.handles = np.array(handles, np.int64)
+        return ticket
+
+    def _launched(self, ticket: Ticket, launched: Launched) -> Ticket:
+        ticket.launched = launched
         self._in_flight.append(ticket)
         return ticket
 

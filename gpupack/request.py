@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -29,11 +30,15 @@ FLAGS = (
     "spaces_between_special_tokens",
     "no_stop_trim",
 )
+NUMBERS = ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num", "prompt_tokens")
+_flags_of, _numbers_of = attrgetter(*FLAGS), attrgetter(*NUMBERS)
 PROMPT_TAIL = 5  # prompt tokens that go with the first row, for the detokenizer's context (SPEC.md section 3)
 NO_LIMIT = 2**31 - 1
 
 
 def _is_int32(value: Any, low: int) -> bool:
+    if type(value) is int:  # nearly always, and in a quarter of the time
+        return low <= value <= NO_LIMIT
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and low <= int(value) <= NO_LIMIT
 
 
@@ -114,18 +119,18 @@ class Request:
     def __post_init__(self) -> None:
         if not _is_text(self.rid) or not self.rid:
             raise InputError(f"rid: expected a non-empty string that UTF-8 can encode, got {self.rid!r}")
-        for name in ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num", "prompt_tokens"):
-            value = getattr(self, name)
-            optional = name in ("stream_interval", "prompt_tokens") and value is None
+        for name, value in zip(NUMBERS, _numbers_of(self), strict=True):
+            optional = value is None and name in ("stream_interval", "prompt_tokens")
             if not optional and not _is_int32(value, 0):
                 raise InputError(f"{name} of {self.rid}: expected an integer from 0 to {NO_LIMIT}, got {value!r}")
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} of {self.rid}: expected True or False, got {getattr(self, name)!r}")
-        for name, optional in (("decoded_text", False), ("http_worker_ipc", True)):
-            value = getattr(self, name)
-            if not (_is_text(value) or (optional and value is None)):
-                raise InputError(f"{name} of {self.rid}: expected a string that UTF-8 can encode, got {value!r}")
+        for name, flag in zip(FLAGS, _flags_of(self), strict=True):
+            if flag is not True and flag is not False:
+                raise InputError(f"{name} of {self.rid}: expected True or False, got {flag!r}")
+        if self.decoded_text != "" and not _is_text(self.decoded_text):
+            raise InputError(f"decoded_text of {self.rid}: expected a string for UTF-8, got {self.decoded_text!r}")
+        if self.http_worker_ipc is not None and not _is_text(self.http_worker_ipc):
+            worker = self.http_worker_ipc
+            raise InputError(f"http_worker_ipc of {self.rid}: expected a string for UTF-8, got {worker!r}")
         self._check_sequences()
         if self.family_width and not self.return_logprob:
             raise InputError(f"return_logprob of {self.rid}: expected True with top or token-ids logprobs, got False")
@@ -142,9 +147,9 @@ class Request:
             names = "prompt_ids, stop_token_ids, stop, token_ids_logprob"
             raise InputError(f"{names} of {self.rid}: expected sequences: {error}") from None
         for name, ids in (("prompt_ids", tail), ("stop_token_ids", stop_ids), ("token_ids_logprob", scored)):
-            if not all(_is_int32(token, -NO_LIMIT - 1) for token in ids):
+            if ids and not all([_is_int32(token, -NO_LIMIT - 1) for token in ids]):  # a list: faster for few
                 raise InputError(f"{name} of {self.rid}: expected integers of 32 bits, got {ids!r}")
-        if isinstance(self.stop, str) or not all(_is_text(text) and text for text in stop):
+        if isinstance(self.stop, str) or (stop and not all(_is_text(text) and text for text in stop)):
             raise InputError(f"stop of {self.rid}: expected a sequence of non-empty strings, got {self.stop!r}")
 
     @property
@@ -173,7 +178,8 @@ class Request:
 
     def judged_by(self, eos_token_ids: Sequence[int]) -> Judge:
         """Who finds the finish of this request."""
-        too_many = len(self.stop_ids(eos_token_ids)) > L.MAX_STOP_IDS
+        most = len(eos_token_ids) + len(self.stop_token_ids)  # as some may be the same
+        too_many = most > L.MAX_STOP_IDS and len(self.stop_ids(eos_token_ids)) > L.MAX_STOP_IDS
         if self.judge == "device" and too_many:
             raise InputError(
                 f"stop_token_ids of {self.rid}: expected at most {L.MAX_STOP_IDS} ids with the end-of-sequence ids "
@@ -248,3 +254,7 @@ class Resume:
             raise InputError(
                 f"resume.spec_counts of {request.rid}: expected 0 or {config.spec_width}, got {len(self.spec_counts)}"
             )
+
+
+FRESH = Resume()
+"""Where a request stands that was never here; one for all of them."""

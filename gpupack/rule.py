@@ -93,6 +93,30 @@ def finish_of(state, slot, flags, old_len, accept, token_ids, start, vocab_size,
 
 
 @inlined
+def is_usual(state, slot, flags, accept, token, mode, vocab_size):
+    """Whether a row is the one that most rows of most steps are, if the host asks nothing of it.
+
+    It streams every token, has nothing unsent, and does not end with its one new token: whatever the policy,
+    that token and its logprob go out, and nothing else changes.
+    """
+    apart = L.STATE_CONVEYED | L.STATE_FINISHED | L.STATE_FINAL_SENT
+    if accept != 1 or flags & (apart | L.STATE_STREAM) != L.STATE_STREAM or state[slot, L.INTERVAL] != 1:
+        return False
+    length = state[slot, L.OUTPUT_LEN]
+    if state[slot, L.TOKEN_CURSOR] != length:
+        return False
+    if flags & L.STATE_LOGPROBS and (state[slot, L.LOGPROB_CURSOR] != length or not mode & L.MODE_LOGPROBS):
+        return False
+    if flags & L.STATE_JUDGED:
+        if token < 0 or token >= vocab_size or length + 1 >= state[slot, L.MAX_NEW_TOKENS]:
+            return False
+        for k in range((flags >> L.STOP_COUNT_SHIFT) & L.STOP_COUNT_MASK):
+            if token == state[slot, L.STOP_0 + k]:
+                return False
+    return True
+
+
+@inlined
 def send_of(state, slot, flags, asked, visible, cursor, policy):
     """Whether a running request sends, and whether it is due and held: (sends, held)."""
     sends = is_due(flags, visible, cursor, state[slot, L.INTERVAL], policy)

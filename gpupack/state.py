@@ -10,22 +10,28 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.config import PackerConfig
 from gpupack.errors import InputError
-from gpupack.request import Request, Resume
+from gpupack.request import FRESH, Request, Resume
 
 
 def check_admission(requests: Sequence[Request], resumes: Sequence[Resume], config: PackerConfig) -> None:
     """Raise InputError for the first request that a packer of this configuration cannot serve."""
     for request, resume in zip(requests, resumes, strict=True):
-        if request.return_logprob and not config.logprobs:
-            raise InputError(f"return_logprob of {request.rid}: expected False with PackerConfig(logprobs=False)")
-        for name, asked, limit in (
-            ("top_logprobs_num", request.top_logprobs_num, "max_top_logprobs"),
-            ("token_ids_logprob", len(request.token_ids_logprob), "max_token_ids_logprobs"),
-        ):
-            most = getattr(config, limit)
-            if asked > most:
-                raise InputError(f"{name} of {request.rid}: expected at most {limit} = {most}, got {asked}")
-        resume.check(request, config)
+        if request.return_logprob:
+            _check_scores(request, config)
+        if resume is not FRESH:
+            resume.check(request, config)
+
+
+def _check_scores(request: Request, config: PackerConfig) -> None:
+    if not config.logprobs:
+        raise InputError(f"return_logprob of {request.rid}: expected False with PackerConfig(logprobs=False)")
+    for name, asked, limit in (
+        ("top_logprobs_num", request.top_logprobs_num, "max_top_logprobs"),
+        ("token_ids_logprob", len(request.token_ids_logprob), "max_token_ids_logprobs"),
+    ):
+        most = getattr(config, limit)
+        if asked > most:
+            raise InputError(f"{name} of {request.rid}: expected at most {limit} = {most}, got {asked}")
 
 
 def state_rows(
@@ -41,26 +47,35 @@ def state_rows(
     rows = np.zeros((len(requests), L.STATE_WIDTH), np.int32)
     rows[:, L.GENERATION] = handles >> L.SLOT_BITS
     rows[:, L.FINISHED_LEN] = -1
-    for i, (request, resume) in enumerate(zip(requests, resumes, strict=True)):
-        stops = request.stop_ids(config.eos_token_ids) if judged[i] else []
-        stops = stops[: L.MAX_STOP_IDS]
-        rows[i, L.FLAGS] = (
-            L.STATE_LIVE
-            | L.STATE_STREAM * request.stream
-            | L.STATE_JUDGED * judged[i]
-            | L.STATE_CONVEYED * conveyed[i]
-            | L.STATE_LOGPROBS * request.return_logprob
-            | len(stops) << L.STOP_COUNT_SHIFT
-        )
-        rows[i, L.OUTPUT_LEN] = resume.output_len
-        rows[i, L.TOKEN_CURSOR] = resume.token_cursor
-        rows[i, L.LOGPROB_CURSOR] = resume.logprob_cursor
-        own = request.stream_interval or config.stream_interval
-        rows[i, L.INTERVAL] = own if request.stream else config.force_interval
-        rows[i, L.MAX_NEW_TOKENS] = request.max_new_tokens
-        rows[i, L.WIDTHS] = request.widths
-        rows[i, L.STOP_0 : L.STOP_0 + len(stops)] = stops
+    # A column at a time: one number at a time costs several times as much.
+    stops = [
+        request.stop_ids(config.eos_token_ids)[: L.MAX_STOP_IDS] if by_loop else ()
+        for request, by_loop in zip(requests, judged, strict=True)
+    ]
+    rows[:, L.FLAGS] = [
+        L.STATE_LIVE
+        | L.STATE_STREAM * request.stream
+        | L.STATE_JUDGED * by_loop
+        | L.STATE_CONVEYED * passed_on
+        | L.STATE_LOGPROBS * request.return_logprob
+        | len(ids) << L.STOP_COUNT_SHIFT
+        for request, ids, by_loop, passed_on in zip(requests, stops, judged, conveyed, strict=True)
+    ]
+    rows[:, L.INTERVAL] = [
+        (request.stream_interval or config.stream_interval) if request.stream else config.force_interval
+        for request in requests
+    ]
+    rows[:, L.MAX_NEW_TOKENS] = [request.max_new_tokens for request in requests]
+    rows[:, L.WIDTHS] = [request.widths if request.return_logprob else 0 for request in requests]
+    rows[:, L.STOP_0 :] = [(*ids, *_NO_STOPS[len(ids) :]) for ids in stops]
+    for row, resume in zip(rows, resumes, strict=True):
+        if resume is not FRESH:
+            row[L.OUTPUT_LEN] = resume.output_len
+            row[L.TOKEN_CURSOR], row[L.LOGPROB_CURSOR] = resume.token_cursor, resume.logprob_cursor
     return rows
+
+
+_NO_STOPS = (0,) * L.MAX_STOP_IDS
 
 
 def family_width(widths: int) -> int:
@@ -99,7 +114,10 @@ class HostArenas:
 
     def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
         """Begin handles: write their state, and what a resumed one has not sent yet."""
+        self.spec[slots] = 0
         for slot, row, resume in zip(slots.tolist(), rows, resumes, strict=True):
+            if resume is FRESH:
+                continue
             self._write(self.token_ring[slot], resume.token_cursor, resume.unsent_tokens)
             if len(resume.unsent_logprobs):
                 bits = np.asarray(resume.unsent_logprobs, np.float32).view(np.int32)
@@ -109,8 +127,8 @@ class HostArenas:
                 records = np.asarray(resume.unsent_families, np.int32).reshape(-1, width)
                 positions = np.arange(resume.logprob_cursor, resume.logprob_cursor + len(records))
                 self.family_ring[slot][places[positions % len(places)]] = records
-            if self.spec.shape[1]:
-                self.spec[slot] = resume.spec_counts if len(resume.spec_counts) else 0
+            if len(resume.spec_counts):
+                self.spec[slot] = resume.spec_counts
         self.state[slots] = rows
 
     def end(self, slots: NDArray[np.int64]) -> None:

@@ -16,7 +16,7 @@ from gpupack.host_columns import HostColumns
 from gpupack.host_judged import HostJudged
 from gpupack.openings import Openings
 from gpupack.packer import Packer
-from gpupack.request import FinishReason, Request, Resume, is_reason
+from gpupack.request import FRESH, FinishReason, Request, Resume, is_reason
 from gpupack.stop_strings import StopStringJudge
 from gpupack.ticket import Ticket
 
@@ -50,7 +50,7 @@ class StreamedRequests:
         """Begin requests, int64 `[n]` handles; see Packer.admit. `resume` takes what `retract` gave."""
         judges = self._judged.judges_of(requests, self.judge)
         handles = self.packer.admit(requests, resume)
-        resumes = [entry or Resume() for entry in resume or [None] * len(requests)]
+        resumes = [entry or FRESH for entry in resume or [None] * len(requests)]
         slots = handles & 0xFFFFFFFF
         self._openings.admit(slots, resumes)
         self._columns.admit(slots, requests, resumes)

@@ -10,16 +10,16 @@ from reference_reader import RefusedError, read
 from gpupack import layout as L
 from gpupack.errors import WireError
 from gpupack.wire.codec import decode
-from gpupack.wire.frame import Frame
+from gpupack.wire.frame import Frame, KnownRows
 from gpupack.wire.side import encode_side
 
 LIMIT = 1 << 20
 
 
-def outcome(data: bytes) -> Frame | str:
+def outcome(data: bytes, known: KnownRows | None = None) -> Frame | str:
     """The frame, or the name of the error class."""
     try:
-        return decode(data, max_frame_bytes=LIMIT)
+        return decode(data, max_frame_bytes=LIMIT, known=known)
     except WireError as error:
         return type(error).__name__
 

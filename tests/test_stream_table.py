@@ -10,7 +10,9 @@ from streams import FINAL, Stream, begin, opening, refuse
 
 from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
-from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.receiver import OutputReceiver, ReceivedStep
+from gpupack.wire.codec import decode, encode_frame
+from gpupack.wire.frame import Frame, stamp
 
 
 @pytest.fixture
@@ -349,3 +351,46 @@ def test_ranks_have_tables_of_their_own(receiver):
     assert receiver.take(one.frame(Row(3, 1, [9], 3))).deltas()[0].rid == "a"
     assert receiver.take(two.frame(Row(3, 1, [9], 3))).deltas()[0].rid == "b"
     assert receiver.lost(0) == receiver.lost(1) == receiver.lost(7) == []
+
+
+# --- The same rows, frame after frame -------------------------------------------------------------
+
+
+def take(receiver: OutputReceiver, frame: Frame) -> ReceivedStep:
+    """Take a frame in as bytes, as `recv` does: its rows may be those of the frame before."""
+    data = encode_frame(frame)
+    stamp(data, frame.stream_id, frame.frame_no)
+    return receiver.take(decode(data, known=receiver._known))
+
+
+def test_rows_that_stay_the_same_are_looked_up_once_and_checked_all_the_same(receiver):
+    stream = Stream()
+    (a, first), (b, second) = opening(1, [7], "a"), opening(2, [8], "b", row=1)
+    take(receiver, stream.frame(a, b, a=first, b=second))
+    for length in (2, 3, 4):
+        step = take(receiver, stream.frame(Row(1, 1, [9], length), Row(2, 1, [9], length)))
+        assert [(delta.rid, delta.completion_tokens) for delta in step.deltas()] == [("a", length), ("b", length)]
+    assert receiver._known is not None
+    with pytest.raises(FrameGapError, match="row 1"):
+        take(receiver, stream.frame(Row(1, 1, [9], 5), Row(2, 1, [9], 6)))
+
+
+def test_rows_that_were_the_same_until_one_ended_are_unknown(receiver):
+    stream = Stream()
+    (a, first), (b, second) = opening(1, [7], "a"), opening(2, [8], "b", row=1)
+    take(receiver, stream.frame(a, b, a=first, b=second))
+    take(receiver, stream.frame(Row(1, 1, [9], 2), Row(2, 1, [9], 2)))
+    ends = Row(2, 1, [9], 3, flags=L.ROW_FINAL, code=L.FINISH_STOP_TOKEN, match=9)
+    take(receiver, stream.frame(Row(1, 1, [9], 3), ends))
+    with pytest.raises(UnknownHandleError):
+        take(receiver, stream.frame(Row(1, 1, [9], 4), Row(2, 1, [9], 4)))
+
+
+def test_the_same_rows_of_another_rank_are_its_own(receiver):
+    one, two = Stream(1, dp_rank=0), Stream(2, dp_rank=1)
+    for stream, rid in ((one, "a"), (two, "b")):
+        row, record = opening(1, [7], rid)
+        take(receiver, stream.frame(row, **{rid: record}))
+    for length in (2, 3):
+        for stream, rid in ((one, "a"), (two, "b")):
+            assert take(receiver, stream.frame(Row(1, 1, [9], length))).deltas()[0].rid == rid

@@ -16,7 +16,7 @@ from gpupack import layout as L
 from gpupack.errors import FrameTooLargeError, FrameTruncatedError, InputError, SideRecordError
 from gpupack.wire.codec import decode, encode_frame
 from gpupack.wire.encoder import FrameEncoder
-from gpupack.wire.frame import HEADER, Frame, stamp
+from gpupack.wire.frame import HEADER, Frame, KnownRows, stamp
 from gpupack.wire.side import SideRecord, decode_side, encode_side
 
 
@@ -223,3 +223,20 @@ def test_a_stamp_changes_only_stream_and_number():
     frame = decode(data)
     assert (frame.stream_id, frame.frame_no) == (7, 8)
     assert same_frame(frame._replace(stream_id=STREAM_ID, frame_no=FRAME_NO), decode(golden_frame("plain")))
+
+
+@given(steps(max_rows=4))
+def test_rows_that_are_known_change_no_outcome(step):
+    original = frame_of(step)
+    data = bytes(encode_frame(original))
+    known = KnownRows(original.slot.copy(), original.generation.copy())
+    chooser = random.Random(len(data))
+    for _ in range(20):
+        flipped = bytearray(data)
+        for bit in chooser.choices(range(64 * 8, 8 * len(data)), k=chooser.choice([0, 1, 2])):
+            flipped[bit // 8] ^= 1 << bit % 8
+        with_known, without = outcome(bytes(flipped), known=known), outcome(bytes(flipped))
+        if isinstance(without, str):
+            assert with_known == without
+        else:
+            assert same_frame(with_known, without)

@@ -22,7 +22,7 @@ from gpupack.transport.context import close_when_collected
 from gpupack.transport.received import Delta, ReceivedStep
 from gpupack.transport.stream_table import StreamTable
 from gpupack.wire.codec import check_max_frame_bytes, decode
-from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, Frame
+from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, Frame, KnownRows
 
 __all__ = ["Delta", "OutputReceiver", "ReceivedStep"]
 
@@ -65,6 +65,7 @@ class OutputReceiver:
         self.max_frame_bytes = check_max_frame_bytes(max_frame_bytes)
         self.max_slots = max_slots
         self._tables: dict[int, StreamTable] = {}  # by dp rank
+        self._known: KnownRows | None = None  # rows of the newest frame: mostly those of the next
         self._ended: deque[int] = deque(maxlen=REMEMBERED_STREAMS)
         self._closed = False
         self._endpoint = ""
@@ -114,7 +115,7 @@ class OutputReceiver:
                 if left_ms <= 0 or not self._socket.poll(left_ms):
                     return None
         # The views of a frame hold the message's buffer, and that the message.
-        return self.take(decode(message.buffer, max_frame_bytes=self.max_frame_bytes))
+        return self.take(decode(message.buffer, max_frame_bytes=self.max_frame_bytes, known=self._known))
 
     def take(self, frame: Frame) -> ReceivedStep:
         """Continue a stream by a decoded frame; what `recv` does after decoding. Does not block."""
@@ -128,6 +129,7 @@ class OutputReceiver:
             table.broken = True
             raise
         records, dropped, score_ids = table.apply(frame, changes)
+        self._known = table.known
         return ReceivedStep(frame, records, tuple(changes.incomplete), dropped, score_ids)
 
     def _begin(self, frame: Frame, old: StreamTable | None) -> ReceivedStep:

@@ -12,7 +12,7 @@ from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
 from gpupack.transport.open_requests import SLOT_MASK, OpenRequests, Standing
 from gpupack.transport.score_ids import Ids
-from gpupack.wire.frame import Frame
+from gpupack.wire.frame import Frame, KnownRows
 from gpupack.wire.side import OpeningRecord, SideRecord
 
 _NO_SIDE = SideRecord()
@@ -50,6 +50,9 @@ class StreamTable:
         self.dp_rank = dp_rank
         self.next_frame_no = 0
         self.broken = False
+        self.known: KnownRows | None = None  # rows of the newest frame, if all of them are open still
+        self._known_tokens = np.empty(0, np.int64)
+        self._known_records = np.empty(0, np.object_)
         lost = predecessor.requests.unfinished() if predecessor is not None else {}
         self.requests: OpenRequests = OpenRequests(max_slots, lost)
 
@@ -66,8 +69,11 @@ class StreamTable:
         if frame.frame_no != self.next_frame_no:
             raise FrameGapError(f"{stream}: expected frame {self.next_frame_no}, got {frame.frame_no}")
         changes = Changes(np.empty(0, np.int64), frame.side.openings if frame.side is not None else [])
-        if frame.rows:
+        if self.known is not None and frame.slot is self.known.slot and not changes.openings:
+            before = self._known_tokens.copy()  # the rows of the frame before, all of them open still
+        elif frame.rows:
             before = self._check_handles(stream, frame, changes.openings)
+        if frame.rows:
             self._check_openings(stream, frame, changes)
             self._check_lengths(stream, frame, before, changes)
             if frame.families is not None or self.requests.with_families or changes.openings:
@@ -194,7 +200,10 @@ class StreamTable:
             requests.tell(int(frame.slot[extra.row]), extra)
         score_ids = self._note_scores(frame, changes) if requests.with_scores else {}
         requests.received[frame.slot] = changes.after
-        records = requests.records[frame.slot]
+        same = self.known is not None and frame.slot is self.known.slot
+        quiet = frame.side is None and frame.match is None and not changes.restarted
+        records = self._known_records if same and quiet else requests.records[frame.slot]
+        self._note_rows(frame, changes, records if quiet else None, same=same)
         if frame.match is not None:
             for slot in frame.slot[(frame.flags & L.ROW_FINAL) != 0].tolist():
                 requests.finish(slot)
@@ -202,6 +211,17 @@ class StreamTable:
         for handle in side.ended:
             requests.suspend(handle)
         return Applied(records, tuple(rid for rid in dropped if requests.standing(rid) is None), score_ids)
+
+    def _note_rows(
+        self, frame: Frame, changes: Changes, records: NDArray[np.object_] | None, *, same: bool
+    ) -> None:
+        """Remember the rows of a frame that changed nothing but how far its requests are; None: it did."""
+        if records is None or not frame.rows:
+            self.known = None
+            return
+        if not same:
+            self.known = KnownRows(frame.slot.copy(), frame.generation.copy())
+        self._known_tokens, self._known_records = changes.after, records
 
     def _note_scores(self, frame: Frame, changes: Changes) -> dict[int, Ids]:
         """Ids of logprobs that are not those of their row's tokens, by row."""

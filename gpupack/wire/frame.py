@@ -89,6 +89,17 @@ class Plan(NamedTuple):
     size: int
 
 
+class KnownRows(NamedTuple):
+    """Slots and generations of rows that were verified: int32 `[rows]` each, kept from an earlier frame."""
+
+    slot: Int32
+    generation: Int32
+
+    def are_those_of(self, frame: Frame) -> bool:
+        """Whether a frame has exactly these rows."""
+        return np.array_equal(self.slot, frame.slot) and np.array_equal(self.generation, frame.generation)
+
+
 class Frame(NamedTuple):
     """The columns of one frame, in the order of docs/wire.md.
 

@@ -139,21 +139,25 @@ def _check_unique(slot: Int32) -> None:
         raise FrameValueError(f"slot: expected each at most once, got {ordered[twice.argmax()]} twice")
 
 
-def check_columns(frame: Frame) -> int:
+def _check_lowest(name: str, column: Int32, low: int) -> None:
+    lowest = int(np.minimum.reduce(column))
+    if lowest < low:
+        raise FrameValueError(f"{name}: expected at least {low}, got {lowest}")
+
+
+def check_columns(frame: Frame, *, known: bool = False) -> int:
     """Check the values of every column and return the flags of all rows, or-ed.
 
-    Raises FrameValueError, or FrameSectionError for `match`.
+    `known`: slots and generations were found good in an earlier frame. Raises FrameValueError, or
+    FrameSectionError for `match`.
     """
+    if frame.rows and not known:
+        _check_lowest("slot", frame.slot, 0)
+        _check_lowest("generation", frame.generation, 1)
     if frame.rows:
-        for name, column, low in (
-            ("slot", frame.slot, 0),
-            ("generation", frame.generation, 1),
-            ("visible_len", frame.visible_len, 0),
-        ):
-            lowest = int(np.minimum.reduce(column))
-            if lowest < low:
-                raise FrameValueError(f"{name}: expected at least {low}, got {lowest}")
-        _check_unique(frame.slot)
+        _check_lowest("visible_len", frame.visible_len, 0)
+        if not known:
+            _check_unique(frame.slot)
     seen = int(np.bitwise_or.reduce(frame.flags))
     _check_flags(seen, frame.flags, frame.match)
     _check_indptr("token_indptr", frame.token_indptr, len(frame.token_ids))
@@ -166,7 +170,5 @@ def check_columns(frame: Frame) -> int:
     if frame.families_indptr is not None and frame.families is not None:
         _check_indptr("families_indptr", frame.families_indptr, len(frame.families))
     if frame.spec is not None and frame.rows:
-        lowest = int(np.minimum.reduce(frame.spec))
-        if lowest < 0:
-            raise FrameValueError(f"spec: expected at least 0, got {lowest}")
+        _check_lowest("spec", frame.spec, 0)
     return seen
