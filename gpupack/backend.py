@@ -69,3 +69,7 @@ class Backend(Protocol):
     def commit(self) -> Launched:
         """The launch that was prepared and enqueued."""
         ...
+
+    def close(self) -> None:
+        """Block until nothing that was enqueued uses the backend's memory any more."""
+        ...

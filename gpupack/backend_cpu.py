@@ -137,6 +137,9 @@ class CpuBackend:
     def enqueue(self, batch_capacity: int) -> None:
         """Nothing: there is no stream."""
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
     def commit(self) -> PackedStep:
         """Do the step that was prepared."""
         assert self._prepared is not None, "the packer prepares before it commits"

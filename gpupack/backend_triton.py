@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class TritonBackend:
         self._writer = LaunchWriter(config, self.runtime)
         self._launch = 0
         self._prepared: DeviceStep | None = None
-        self._inputs: list[Tensor | None] = []
+        self.inputs: list[Tensor | None] = []  # of the launch that was prepared last
         self._batch = 0
         ring = {"RING": config.buffers, "CONTROL_WORDS": self.ring.control_words, "OUT_WORDS": self.ring.out_words}
         self._constants = kernel_constants(config, self.shape) | ring
@@ -113,7 +113,7 @@ class TritonBackend:
         if self._prepared is not None:
             raise InputError("prepare_launch: expected commit_launch() after the one before, got another")
         buffer = self.ring.take()
-        self._inputs = self._writer.write(buffer, handles, inputs, control, mode)
+        self.inputs = self._writer.write(buffer, handles, inputs, control, mode)
         self._batch = len(handles)
         self.ring.advance()
         self._launch = self._launch % (2**31 - 1) + 1
@@ -124,7 +124,7 @@ class TritonBackend:
     def enqueue(self, batch_capacity: int) -> None:
         """Launch for batches of up to `batch_capacity` rows; all that it uses has fixed addresses."""
         programs = max(-(-batch_capacity // self.shape.block), 1)
-        self.runtime.launch(pack_kernel, programs, self._arguments, self._constants, self.shape.warps, self._inputs)
+        self.runtime.launch(pack_kernel, programs, self._arguments, self._constants, self.shape.warps, self.inputs)
 
     def commit(self) -> DeviceStep:
         """Record the event of the launch that was prepared, behind the copies of what it is expected to fill."""
@@ -135,6 +135,11 @@ class TritonBackend:
         step.committed(self.runtime.record(), copied)
         self._prepared = None
         return step
+
+    def close(self) -> None:
+        """Wait for what was enqueued: the memory that it writes must not be somebody else's by then."""
+        with suppress(RuntimeError):  # the device failed, nothing runs there any more
+            self.runtime.record().synchronize()
 
     def fetch(self, buffer: RingBuffer, start: int, end: int) -> None:
         """Copy words [start, end) of a packed step that was written to the host; blocks."""

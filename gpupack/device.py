@@ -1,13 +1,13 @@
 """What the packer asks of a device: memory, order, events, copies, launches, in one interface.
 
-`CudaRuntime` is the device; `InterpreterRuntime` runs Triton's interpreter on host memory; tests have a
-simulated device that does enqueued work late, in any order that a device may choose (`tests/simulated.py`).
+`device_cuda.py` is the device; `InterpreterRuntime` runs Triton's interpreter on host memory; tests have a simulated
+device that does enqueued work late, in any order that a device may choose (`tests/simulated.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -29,8 +29,19 @@ class Event(Protocol):
         ...
 
 
+class Graph(Protocol):
+    """Work that was captured; it runs when it is replayed."""
+
+    def replay(self, inputs: Sequence[Tensor | None] = ()) -> None:
+        """Enqueue the work once more; `inputs` it reaches by addresses, as for `DeviceRuntime.launch`."""
+        ...
+
+
 class DeviceRuntime(Protocol):
-    """Memory and order of one device. Work is enqueued on the packer's stream, unless said otherwise."""
+    """Memory and order of one device. Work is enqueued on the packer's stream, unless said otherwise.
+
+    The packer's stream is the caller's current one, or waits at each call for what was enqueued there.
+    """
 
     device: torch.device
     lanes: int
@@ -44,8 +55,16 @@ class DeviceRuntime(Protocol):
         """Cleared host memory `[words]` that kernels can read and write, and copies go to."""
         ...
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether kernels can read a tensor where it lies: it is device memory."""
+        ...
+
+    def upload(self, array: Tensor) -> Tensor:
+        """A copy of host memory that launches from now on can read; the caller may change `array` at once."""
+        ...
+
     def record(self) -> Event:
-        """An event right behind the work enqueued so far."""
+        """An event right behind the work enqueued so far, replays on the current stream included."""
         ...
 
     def launch(
@@ -62,6 +81,10 @@ class DeviceRuntime(Protocol):
 
     def prepare(self, kernel: Any, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int) -> None:
         """Compile a kernel for these arguments, so that launching it compiles nothing."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """What `work` enqueues, as a graph, and not enqueued; ConfigError if the device has no graphs."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -96,107 +119,9 @@ def make_runtime(device: str, *, blocking: bool = True, stream: Any = None) -> D
         raise ConfigError("device: expected TRITON_INTERPRET unset for 'cuda', it is 1")
     if not torch.cuda.is_available():
         raise ConfigError("device: expected a CUDA device for 'cuda', torch finds none")
+    from gpupack.device_cuda import CudaRuntime
+
     return CudaRuntime(blocking=blocking, stream=stream)
-
-
-class CudaRuntime:
-    """CUDA (or HIP) through torch; host memory is pinned, which kernels reach by its own address.
-
-    Work goes to `stream`; without one, to the stream that is current at each call. A named stream waits for what
-    is enqueued on the current one, so inputs may be written there. Waiting blocks the thread, or spins.
-    """
-
-    def __init__(self, *, blocking: bool = True, stream: torch.cuda.Stream | None = None) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.lanes = int(torch.cuda.get_device_properties(self.device).warp_size)
-        self.stream = stream
-        self._blocking = blocking
-        self._side: torch.cuda.Stream | None = None
-
-    def zeros(self, words: int, dtype: torch.dtype) -> Tensor:
-        """Cleared device memory, `[words]`."""
-        return torch.zeros(words, dtype=dtype, device=self.device)
-
-    def host(self, words: int, dtype: torch.dtype) -> Tensor:
-        """Pinned host memory, `[words]`, cleared."""
-        return torch.zeros(words, dtype=dtype, pin_memory=True)
-
-    def record(self) -> Event:
-        """A new CUDA event on the packer's stream."""
-        event = torch.cuda.Event(blocking=self._blocking)
-        event.record(self.stream or torch.cuda.current_stream())
-        return event if self._blocking else SpinningEvent(event)
-
-    def launch(
-        self,
-        kernel: Any,
-        programs: int,
-        arguments: Sequence[Tensor],
-        constants: dict[str, Any],
-        warps: int,
-        inputs: Sequence[Tensor | None] = (),
-    ) -> None:
-        """Enqueue `programs` programs of a Triton kernel; `inputs` it reaches by addresses in its arguments."""
-        with self._on_stream():
-            kernel[(programs,)](*arguments, **constants, num_warps=warps)
-        if self.stream is not None:
-            for array in inputs:
-                if array is not None and array.is_cuda:
-                    array.record_stream(self.stream)
-
-    def prepare(self, kernel: Any, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int) -> None:
-        """Compile a kernel for these arguments and load it, without launching it: a capture must not load."""
-        compiled = kernel.warmup(*arguments, **constants, num_warps=warps, grid=(1,))
-        compiled.run  # noqa: B018, loads the module
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy from device memory to pinned memory."""
-        with self._on_stream():
-            target.copy_(source, non_blocking=True)
-
-    def fetch(self, target: Tensor, source: Tensor) -> None:
-        """Copy on a stream of its own, not behind what was launched since; returns when it is there."""
-        self._side = self._side or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._side):
-            target.copy_(source, non_blocking=True)
-        self._side.synchronize()
-
-    def write(self, arena: Tensor, index: Tensor, values: Tensor) -> None:
-        """Enqueue `arena[index] = values`, from pinned memory."""
-        with self._on_stream():
-            arena[index.to(self.device, non_blocking=True)] = values.to(self.device, non_blocking=True)
-
-    def read(self, source: Tensor) -> Tensor:
-        """A host copy of device memory, after all work enqueued so far; blocks."""
-        with self._on_stream():
-            return source.cpu()
-
-    def span(self, name: str) -> AbstractContextManager[object]:
-        """An NVTX range."""
-        span: AbstractContextManager[object] = torch.cuda.nvtx.range(f"gpupack {name}")
-        return span
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        if self.stream is None:
-            return _NO_SPAN
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
-
-
-class SpinningEvent:
-    """An event whose waiter spins: the result is seen sooner, at the price of a busy thread."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def query(self) -> bool:
-        """Whether the work before it has been done; does not block."""
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        """Spin until the work before it has been done."""
-        while not self._event.query():
-            pass
 
 
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
@@ -227,12 +152,24 @@ class HostRuntime:
         """Cleared memory, `[words]`."""
         return torch.zeros(words, dtype=dtype)
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """False: every input comes as an array of the host."""
+        return False
+
+    def upload(self, array: Tensor) -> Tensor:
+        """The array itself."""
+        return array
+
     def record(self) -> Event:
         """An event that has happened."""
         return _Done()
 
     def prepare(self, kernel: Any, arguments: Sequence[Tensor], constants: dict[str, Any], warps: int) -> None:
         """Nothing to compile."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """ConfigError."""
+        raise ConfigError(f"device: expected 'cuda' for a graph, got {self.device.type!r} memory")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,13 +46,16 @@ class DeviceStep:
     def ready(self) -> bool:
         """Whether the launch has been done; does not block."""
         assert self._event is not None
-        return self._event.query()
+        try:
+            return self._event.query()
+        except RuntimeError:  # the device failed: waiting says so
+            return True
 
     def result(self) -> PackedStep:
         """The packed step; blocks until the launch has been done. StepFailedError if it went wrong."""
         if self._packed is None:
             assert self._event is not None
-            self._wait(self._event)
+            self._wait(self._event.synchronize)
             words = self.buffer.out
             launch, error = int(words[L.H_LAUNCH]), int(words[L.H_ERROR])
             if launch != self.number or error:
@@ -64,10 +69,10 @@ class DeviceStep:
             self._packed = PackedStep(words, self.layout, logprobs, self._release, spec_width=config.spec_width)
         return self._packed
 
-    def _wait(self, event: Event) -> None:
+    def _wait(self, call: Callable[[], None]) -> None:
         with self._backend.runtime.span("wait"):
             try:
-                event.synchronize()
+                call()
             except RuntimeError as error:  # what the device reports of this launch or an earlier one
                 raise StepFailedError(f"step {self.number}: the device reported: {error}") from error
 
@@ -77,7 +82,7 @@ class DeviceStep:
         for start, used in sections(self.layout, tokens, logprobs, families):
             done = self._copied.get(start, used)
             if used > done:
-                self._backend.fetch(self.buffer, start + done, start + used)
+                self._wait(partial(self._backend.fetch, self.buffer, start + done, start + used))
 
     def _release(self, _: NDArray[np.int32]) -> None:
         self._backend.ring.give_back(self.buffer)

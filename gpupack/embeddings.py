@@ -154,6 +154,10 @@ class EmbeddingGather:
         self.width, self.dtype, self.max_batch = width, dtype, max_batch
         self.runtime = runtime
         self._free = [_Buffer(runtime, max_batch, self.row_bytes) for _ in range(buffers)]
+        if runtime is not None:
+            from gpupack.kernels.gather_rows import prepare_gather
+
+            prepare_gather(runtime, width, ITEM_BYTES[dtype], self._free[0].launch, self._free[0].out)
 
     @property
     def row_bytes(self) -> int:

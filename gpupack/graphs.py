@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gpupack.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
+    from gpupack.device import Graph
     from gpupack.packer import Packer
     from gpupack.ticket import Ticket
 
@@ -21,18 +20,17 @@ class PackGraph:
     """
 
     def __init__(self, packer: Packer, batch_capacity: int) -> None:
-        if packer.config.device != "cuda":
-            raise ConfigError(f"device: expected 'cuda' for a graph, got {packer.config.device!r}")
+        self._backend: Any = packer.backend
+        if not hasattr(self._backend, "runtime"):
+            raise ConfigError("device: expected 'cuda' for a graph, this packer packs on the host")
         self.batch_capacity = batch_capacity
         self._packer = packer
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=getattr(packer.backend.runtime, "stream", None)):  # type: ignore[attr-defined]
-            packer.enqueue(batch_capacity)
+        self._graph: Graph = self._backend.runtime.capture(lambda: packer.enqueue(batch_capacity))
 
     def step(self, handles: Any, token_ids: Any = None, **inputs: Any) -> Ticket:
-        """As `Packer.step`, by a replay; on the current stream."""
+        """As `Packer.step`, by a replay."""
         if len(handles) > self.batch_capacity:
             raise InputError(f"handles: expected at most {self.batch_capacity} rows in this graph, got {len(handles)}")
         self._packer.prepare_launch(handles, token_ids, **inputs)
-        self._graph.replay()
+        self._packer.guarded(lambda: self._graph.replay(self._backend.inputs))
         return self._packer.commit_launch()

@@ -25,7 +25,7 @@ class LaunchWriter:
     def __init__(self, config: PackerConfig, runtime: DeviceRuntime) -> None:
         self.config = config
         self.runtime = runtime
-        self._ones = runtime.zeros(config.batch_capacity, torch.int32) + 1
+        self._ones = runtime.zeros(config.batch_capacity, torch.int32).add_(1)
 
     def write(
         self, buffer: RingBuffer, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int
@@ -101,7 +101,7 @@ class LaunchWriter:
     def _input(self, name: str, value: Any, batch: int, staging: Tensor | None = None) -> Tensor:
         """An input the kernel can read: a device tensor as it is, a host array through the ring's memory."""
         kind = INPUTS[name]
-        if isinstance(value, Tensor) and value.device == self.runtime.device and value.device.type != "cpu":
+        if isinstance(value, Tensor) and self.runtime.reaches(value):
             kind.check_tensor(name, value, batch)
             tensor = value
         else:
@@ -112,5 +112,5 @@ class LaunchWriter:
                 limits = np.iinfo(words.dtype)
                 np.clip(array, limits.min, limits.max, out=words[: len(array)], casting="unsafe")
                 return staging
-            tensor = torch.from_numpy(array).to(self.runtime.device, non_blocking=True)
+            tensor = self.runtime.upload(torch.from_numpy(array))
         return tensor[:, None, :] if kind.dimensions == (2, 3) and tensor.ndim == 2 else tensor

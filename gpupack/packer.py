@@ -186,9 +186,14 @@ class Packer:
         return tuple(self._in_flight)
 
     def close(self) -> None:
-        """Stop; steps in flight can no longer be taken in (`OutputStreamer.close` sends them first). Idempotent."""
-        self._closed = True
-        self._in_flight.clear()
+        """Stop; steps in flight can no longer be taken in (`OutputStreamer.close` sends them first). Idempotent.
+
+        Waits until they have been done: after that the packer's memory may go.
+        """
+        if not self._closed:
+            self._closed = True
+            self._in_flight.clear()
+            self.backend.close()
 
     # --- a step in three parts, around a CUDA graph -----------------------------------------------
 

@@ -67,7 +67,8 @@ def state_rows(
     ]
     rows[:, L.MAX_NEW_TOKENS] = [request.max_new_tokens for request in requests]
     rows[:, L.WIDTHS] = [request.widths if request.return_logprob else 0 for request in requests]
-    rows[:, L.STOP_0 :] = [(*ids, *_NO_STOPS[len(ids) :]) for ids in stops]
+    if requests:  # of none NumPy would not see that there are six columns
+        rows[:, L.STOP_0 :] = [(*ids, *_NO_STOPS[len(ids) :]) for ids in stops]
     for row, resume in zip(rows, resumes, strict=True):
         if resume is not FRESH:
             row[L.OUTPUT_LEN] = resume.output_len

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 
 class Ticket:
-    """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch."""
+    """A launched step: `wait()` gives its PackedStep. Steps are taken in, in the order of their launch.
+
+    It is made when the step is prepared, and says who had ended by then; `launched` comes with the launch.
+    """
 
     __slots__ = ("_packer", "control", "endings", "handles", "launched", "mode", "reasons")
 
-    def __init__(self, packer: Packer, launched: Launched, control: Control | None, mode: int) -> None:
+    launched: Launched
+
+    def __init__(self, packer: Packer, control: Control | None, mode: int) -> None:
         self._packer = packer
-        self.launched = launched
         # The caller may use its Control again before this step is taken in.
         self.control = None if control is None else control.words.copy()
         self.mode = mode

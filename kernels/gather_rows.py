@@ -108,8 +108,19 @@ def gather_rows(runtime: DeviceRuntime, source: Tensor, launch: Tensor, out: Ten
     width = items * size // words.itemsize
     block, columns = gather_shape(width)
     programs = -(-count // block) * -(-width // columns)
-    constants = {"WIDTH": width, "BLOCK": block, "COLUMNS": columns}
     view = source.as_strided((rows, items), (stride, 1)).view(words)
-    runtime.launch(
-        gather_rows_kernel, programs, (view, launch, out.view(words)), constants, max(THREADS // runtime.lanes, 1)
-    )
+    runtime.launch(gather_rows_kernel, programs, (view, launch, out.view(words)), *_variant(runtime, width))
+
+
+def prepare_gather(runtime: DeviceRuntime, width: int, itemsize: int, launch: Tensor, out: Tensor) -> None:
+    """Compile all that `gather_rows` may launch for rows of `width` items of `itemsize` bytes; memory as for it."""
+    aligned = word_dtype(width, width, 0, itemsize)
+    for words in {aligned, word_dtype(width, width, itemsize, itemsize)}:
+        arguments = (out.view(words), launch, out.view(words))
+        runtime.prepare(gather_rows_kernel, arguments, *_variant(runtime, width * itemsize // words.itemsize))
+
+
+def _variant(runtime: DeviceRuntime, width: int) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments for rows of `width` words, and warps."""
+    block, columns = gather_shape(width)
+    return {"WIDTH": width, "BLOCK": block, "COLUMNS": columns}, max(THREADS // runtime.lanes, 1)

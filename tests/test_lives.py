@@ -296,6 +296,20 @@ class Play:
     def launch(self, op: Batch) -> None:
         if len(self.in_flight) == self.config.max_in_flight:
             self.take_in()
+        handles, inputs, given = self.arguments(op)
+        self.harness.poison(self.packer, POISON)
+        before = {handle: state_of(self.packer, handle) for handle in self.oracle.records}
+        ticket = getattr(self.packer, op.kind)(handles, *inputs, **given)
+        oracle_ticket = getattr(self.oracle, op.kind)(handles, *inputs, **given)
+        self.in_flight.append((ticket, oracle_ticket))
+        sent = {row.handle for row in oracle_ticket.launched.rows}
+        for handle in before.keys() - sent:
+            after = state_of(self.packer, handle)
+            for name in ("token_cursor", "logprob_cursor", "final_sent"):
+                assert after[name] == before[handle][name], "held, skipped or not due: every cursor stays"
+
+    def arguments(self, op: Batch) -> tuple[Any, list[Any], dict[str, Any]]:
+        """What the call that `op` stands for is given: handles, further positional arguments, the rest."""
         plans = self.resolve(op)
         handles = np.array([handle for handle, _ in plans], np.int64)
         runs = [self.run(handle, plan, op) for handle, plan in plans]
@@ -307,16 +321,7 @@ class Play:
             skipped = control is not None and op.kind != "append" and control.flags[i] & L.CONTROL_SKIP
             if op.kind != "pack" and not skipped:
                 self.fed(handle, *runs[i])
-        self.harness.poison(self.packer, POISON)
-        before = {handle: state_of(self.packer, handle) for handle in self.oracle.records}
-        ticket = getattr(self.packer, op.kind)(handles, *inputs, **given)
-        oracle_ticket = getattr(self.oracle, op.kind)(handles, *inputs, **given)
-        self.in_flight.append((ticket, oracle_ticket))
-        sent = {row.handle for row in oracle_ticket.launched.rows}
-        for handle in before.keys() - sent:
-            after = state_of(self.packer, handle)
-            for name in ("token_cursor", "logprob_cursor", "final_sent"):
-                assert after[name] == before[handle][name], "held, skipped or not due: every cursor stays"
+        return handles, inputs, given
 
     def resolve(self, op: Batch) -> list[tuple[int, RowPlan]]:
         """Handle of every row; a live handle only once (twice is an InputError)."""

@@ -23,7 +23,7 @@ class PeerMonitor:
         # Asking the socket itself takes three times as long. Its descriptor is readable from the moment when
         # something comes, if it was found empty before, until that was looked at: both as in `lost`.
         self._poll = select.poll()
-        self._poll.register(int(self._monitor.fd), select.POLLIN)  # type: ignore[arg-type]
+        self._poll.register(int(self._monitor.fd), select.POLLIN)
         self._monitor.get(_EVENTS_OPTION)
 
     def lost(self) -> bool:

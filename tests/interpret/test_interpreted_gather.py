@@ -27,6 +27,7 @@ class Guarded:
         self.device = self._inner.device
         self.host = self.zeros = self.memory.zeros
         self.record = self._inner.record
+        self.prepare = self._inner.prepare
 
     def launch(self, *arguments: Any) -> None:
         self._inner.launch(*arguments)

@@ -102,6 +102,7 @@ class RealStreamer:
 
     setting: Setting
     outbox: Outbox = field(default_factory=Outbox)
+    kind: Any = output_streamer.SchedulerOutputStreamer
 
     def __post_init__(self) -> None:
         setting, args = self.setting, shared_args()
@@ -114,7 +115,7 @@ class RealStreamer:
             args = SimpleNamespace(
                 stream_interval=setting.stream_interval, enable_request_time_stats_logging=setting.log_time_stats
             )
-        self.streamer = output_streamer.SchedulerOutputStreamer(
+        self.streamer = self.kind(
             send_to_detokenizer=self.outbox,
             tree_cache=SimpleNamespace(cache_controller=controller),
             server_args=args,
