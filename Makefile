@@ -22,7 +22,7 @@ SGLANG_MODELS := .sglang-models
 SGLANG_SETUP := ../shared/sglang_cpu
 SGLANG_STAMPS := $(SGLANG_VERSIONS:%=$(SGLANG_VENV)%/.installed)
 
-.PHONY: demo test lint bench check-compiled check-compiled-full test-sglang test-sglang-full clean
+.PHONY: demo test lint bench device-check check-compiled check-compiled-full test-sglang test-sglang-full test-engine test-engine-full clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,19 @@ test-sglang: $(SGLANG_STAMPS)
 
 test-sglang-full:
 	$(MAKE) test-sglang STEPS=20000
+
+# A real engine with the plugin and without: the same answers, and the same messages at the streamer.
+test-engine: $(STAMP) $(SGLANG_STAMPS)
+	GPUPACK_ENGINE=$(ENGINE) GPUPACK_SGLANG_MODELS=$(CURDIR)/$(SGLANG_MODELS) $(BIN)/pytest -q tests/engine
+
+test-engine-full:
+	$(MAKE) test-engine ENGINE=full
+
+# All that needs a GPU, in less than four minutes, with a Python that has torch for it (PYTHON=...); without one the
+# test environment, where the same code runs under Triton's interpreter.
+device-check:
+	if $(PYTHON) -c 'import torch, triton' 2>/dev/null; then $(PYTHON) bench/device_check.py; \
+	else $(MAKE) $(STAMP) && $(BIN)/python bench/device_check.py; fi
 
 # Peers whose environment cannot be made here are left out, and said so.
 bench: $(STAMP) $(if $(wildcard $(SGLANG_SETUP)),$(SGLANG_STAMPS))

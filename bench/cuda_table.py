@@ -1,4 +1,4 @@
-"""Write the counts of CUDA.md from the rows of a kernel_counts run: `python bench/cuda_table.py`."""
+"""Write the figures of CUDA.md from the rows of kernel_counts and device_check: `python bench/cuda_table.py`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves the script's folder out
+from device_report import device_section
 from rows import RESULTS, ROOT, Row, read_rows, write_between
 
 SHAPES = ((32, 1), (32, 4), (64, 2), (128, 4), (256, 8))
 
 
 def main() -> None:
-    """Rewrite the part between the marks."""
+    """Rewrite the parts between the marks; without a run on a GPU the page says that there was none."""
     write_between(ROOT / "CUDA.md", "counts", table(read_rows(RESULTS / "kernel_counts.jsonl")))
+    checked = RESULTS / "device_check.jsonl"
+    write_between(ROOT / "CUDA.md", "device", device_section(read_rows(checked) if checked.exists() else []))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -31,7 +31,8 @@ def make_importable() -> None:
         if found is not None and found.origin is not None and Path(found.origin).resolve().parent == folder:
             continue
         spec = spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-        assert spec is not None and spec.loader is not None, f"{folder} is a package"
+        assert spec is not None, f"{folder} is a package"
+        assert spec.loader is not None
         sys.modules[name] = module = module_from_spec(spec)
         spec.loader.exec_module(module)
         parent, _, child = name.rpartition(".")
@@ -97,7 +98,7 @@ class Place:
         import torch
 
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for times in (10, 40, 160):
+        for times in (5, 20, 160):
             self.sleep(times)
             start.record()
             enqueue()

@@ -30,7 +30,8 @@ def expect(what: str, expected: Any, got: Any) -> None:
     differ = np.argwhere(expected != got)
     if len(differ):
         at = tuple(differ[0])
-        raise MismatchError(f"{what}: expected {expected[at]} at {list(map(int, at))}, got {got[at]}; {len(differ)} differ")
+        where = f"{expected[at]} at {list(map(int, at))}"
+        raise MismatchError(f"{what}: expected {where}, got {got[at]}; {len(differ)} differ")
 
 
 class CpuReference:
@@ -45,8 +46,8 @@ class CpuReference:
     def admit(self, requests: list[Request], resumes: list[Resume | None]) -> list[int]:
         return self.packer.admit(requests, resumes).tolist()
 
-    def retire(self, handle: int) -> None:
-        self.packer.retire(np.array([handle], np.int64))
+    def retire(self, handles: NDArray[np.int64]) -> None:
+        self.packer.retire(handles)
 
     def retract(self, handle: int) -> Resume:
         return self.packer.retract(handle)
@@ -55,15 +56,15 @@ class CpuReference:
         self.packer.backend._free[-1].fill(POISON)  # type: ignore[attr-defined]
         return getattr(self.packer, kind)(*inputs, **given)
 
-    def ended(self, handle: int) -> tuple[bool, bool]:
-        """Whether a request has finished, and whether the host judges it."""
-        flags = int(self.packer.backend.state_row(handle & 0xFFFFFFFF)[L.FLAGS])
-        return bool(flags & L.STATE_FINISHED), bool(flags & L.STATE_CONVEYED)
+    def standing(self, live: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of live handles have finished, and which the host judges."""
+        flags = self.packer.backend.arenas.state[live & 0xFFFFFFFF, L.FLAGS]  # type: ignore[attr-defined]
+        return flags & L.STATE_FINISHED != 0, flags & L.STATE_CONVEYED != 0
 
-    def output_lens(self, live: list[int]) -> NDArray[np.int64]:
+    def output_lens(self, live: NDArray[np.int64]) -> NDArray[np.int64]:
         """Output lengths of live handles."""
-        slots = np.array(live, np.int64) & 0xFFFFFFFF
-        return self.packer.backend.arenas.state[slots, L.OUTPUT_LEN].astype(np.int64)  # type: ignore[attr-defined]
+        state = self.packer.backend.arenas.state  # type: ignore[attr-defined]
+        return state[live & 0xFFFFFFFF, L.OUTPUT_LEN].astype(np.int64)
 
     def compare(self, expected: Any, got: Ticket) -> None:
         """Two launched steps, as they came."""
@@ -71,7 +72,8 @@ class CpuReference:
         same_step(one, other)
         if self._whole:  # and not a word beside
             named = len(L.HEADER_FIELDS)
-            expect("header words without a name", np.full(L.HEADER_WORDS - named, POISON), other.buffer[named : L.HEADER_WORDS])
+            beside = other.buffer[named : L.HEADER_WORDS]
+            expect("header words without a name", np.full_like(beside, POISON), beside)
             expect("packed step", one.buffer[L.HEADER_WORDS :], other.buffer[L.HEADER_WORDS :])
 
     def compare_taken(self, expected: Any, got: PackedStep) -> None:
@@ -99,8 +101,8 @@ class OracleReference:
     def admit(self, requests: list[Request], resumes: list[Resume | None]) -> list[int]:
         return self.oracle.admit(requests, resumes)
 
-    def retire(self, handle: int) -> None:
-        self.oracle.retire([handle])
+    def retire(self, handles: NDArray[np.int64]) -> None:
+        self.oracle.retire(handles)
 
     def retract(self, handle: int) -> Resume:
         return self.oracle.retract(handle)
@@ -108,14 +110,15 @@ class OracleReference:
     def launch(self, kind: str, *inputs: Any, **given: Any) -> Any:
         return getattr(self.oracle, kind)(*inputs, **given)
 
-    def ended(self, handle: int) -> tuple[bool, bool]:
-        """Whether a request has finished, and whether the host judges it."""
-        record = self.oracle.records[handle]
-        return record.finished, record.conveyed
+    def standing(self, live: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of live handles have finished, and which the host judges."""
+        records = [self.oracle.records[handle] for handle in live.tolist()]
+        finished = np.array([record.finished for record in records], np.bool_)
+        return finished, np.array([record.conveyed for record in records], np.bool_)
 
-    def output_lens(self, live: list[int]) -> NDArray[np.int64]:
+    def output_lens(self, live: NDArray[np.int64]) -> NDArray[np.int64]:
         """Output lengths of live handles."""
-        return np.array([self.oracle.records[handle].output_len for handle in live], np.int64)
+        return np.array([self.oracle.records[handle].output_len for handle in live.tolist()], np.int64)
 
     def compare(self, expected: Any, got: Ticket) -> None:
         """Two launched steps, as they came."""

@@ -18,6 +18,7 @@ import torch
 from gpupack import layout as L
 from gpupack.backend_triton import TritonBackend
 from gpupack.config import PackerConfig
+from gpupack.inputs import StepInputs
 from gpupack.packer import Packer
 from gpupack.request import Request
 
@@ -96,7 +97,7 @@ def count(work: Workload, block: int, warps: int) -> Row:
     mode = L.MODE_APPEND | L.MODE_PACK | L.MODE_LOGPROBS * work.logprobs
     for _ in range(SEEDS):
         backend.arena.copy_(arena)
-        step = backend.step(handles, given["token_ids"], given["accept_lens"], given["logprobs"], None, mode)
+        step = backend.step(handles, StepInputs(**given), None, mode)
         step.result().release()
     runs = [stats for _, stats in runtime.launches]
     minimum = minimum_bytes(work)

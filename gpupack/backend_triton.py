@@ -55,8 +55,7 @@ class TritonBackend:
         self._prepared: DeviceStep | None = None
         self.inputs: list[Tensor | None] = []  # of the launch that was prepared last
         self._batch = 0
-        ring = {"RING": config.buffers, "CONTROL_WORDS": self.ring.control_words, "OUT_WORDS": self.ring.out_words}
-        self._constants = kernel_constants(config, self.shape) | ring
+        self._constants = kernel_constants(config, self.shape)
         self.runtime.prepare(pack_kernel, self._arguments, self._constants, self.shape.warps)
 
     @property

@@ -13,6 +13,7 @@ from gpupack.config import PackerConfig
 from gpupack.device import DeviceRuntime
 from gpupack.device_inputs import LENS
 from gpupack.errors import BufferBusyError
+from gpupack.kernels.launch import ring_words
 
 
 class RingBuffer:
@@ -42,9 +43,8 @@ class LaunchRing:
     def __init__(self, runtime: DeviceRuntime, config: PackerConfig) -> None:
         self._timeout_s = config.ring_timeout_s
         size = config.buffers
-        self.control_words = padded(L.LAUNCH_WORDS + L.CONTROL_WIDTH * config.batch_capacity)
+        self.control_words, self.out_words = ring_words(config)
         step_words = L.packed_layout(config.batch_capacity, config.packed_shape).size
-        self.out_words = padded(step_words)
         self.control = runtime.host(size * self.control_words, torch.int32)
         host = runtime.host(size * self.out_words, torch.int32)
         self.copies = config.transfer == "copy"
@@ -81,11 +81,6 @@ class LaunchRing:
     def device_out(self, buffer: RingBuffer) -> torch.Tensor:
         """Where the kernel writes the packed step of a buffer, int32 words."""
         return _part(self.out, self.buffers.index(buffer), self.out_words)
-
-
-def padded(words: int) -> int:
-    """`words` rounded up to a cache line of 128 bytes, so that buffers of a ring share none."""
-    return -(-words // 32) * 32
 
 
 def _part(ring: torch.Tensor, index: int, words: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gpupack import layout as L
 from gpupack.config import PackerConfig
 
 BLOCK = 128  # rows a program, one a thread: the fewest sectors and instructions of what was counted (CUDA.md)
@@ -34,6 +35,9 @@ def launch_shape(
 def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]:
     """The compile-time arguments of pack_kernel for a configuration."""
     return {
+        "RING": config.buffers,
+        "CONTROL_WORDS": ring_words(config)[0],
+        "OUT_WORDS": ring_words(config)[1],
         "CAPACITY": config.capacity,
         "WINDOW": config.window,
         "MAX_ITEMS": config.max_items,
@@ -51,6 +55,17 @@ def kernel_constants(config: PackerConfig, shape: LaunchShape) -> dict[str, Any]
         "BLOCK": shape.block,
         "BLOCKS": shape.blocks,
     }
+
+
+def ring_words(config: PackerConfig) -> tuple[int, int]:
+    """Words of a control block and of a packed step in their rings; buffers share no cache line of 128 bytes."""
+    control = L.LAUNCH_WORDS + L.CONTROL_WIDTH * config.batch_capacity
+    out = L.packed_layout(config.batch_capacity, config.packed_shape).size
+    return _padded(control), _padded(out)
+
+
+def _padded(words: int) -> int:
+    return -(-words // 32) * 32
 
 
 def power_of_two(number: int) -> int:
