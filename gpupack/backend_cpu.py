@@ -95,6 +95,8 @@ class CpuBackend:
 
     def step(self, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int) -> PackedStep:
         """Dense inputs: token_ids `[B]` or `[B, T]`, logprobs `[B]` or `[B, S]`; see Packer.step."""
+        if self._prepared is not None:
+            raise InputError("step: expected commit_launch() after prepare_launch() first, got a step")
         handles = host_array("handles", handles, (np.int64,), (1,))
         batch = handles.shape[0]
         if inputs.token_ids is None:
@@ -132,7 +134,14 @@ class CpuBackend:
         """Remember a step; it is done at `commit`, when the sampler has written its inputs."""
         if self._prepared is not None:
             raise InputError("prepare_launch: expected commit_launch() after the one before, got another")
-        self._prepared = (handles, inputs, control, mode)
+        handles = host_array("handles", handles, (np.int64,), (1,))
+        if inputs.token_ids is not None:
+            check_rows("token_ids", inputs.token_ids, len(handles))
+        if control is not None:
+            if control.shape[1] != len(handles):
+                raise InputError(f"control: expected {len(handles)} rows, one for each handle, got {control.shape[1]}")
+            control = control.copy()
+        self._prepared = (handles.copy(), inputs, control, mode)
 
     def enqueue(self, batch_capacity: int) -> None:
         """Nothing: there is no stream."""

@@ -16,7 +16,7 @@ from gpupack.arena_places import ArenaPlaces
 from gpupack.config import PackerConfig
 from gpupack.device import DeviceRuntime, make_runtime
 from gpupack.device_step import DeviceStep, sections
-from gpupack.errors import InputError
+from gpupack.errors import InputError, StepFailedError
 from gpupack.inputs import StepInputs
 from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
 from gpupack.kernels.pack import pack_kernel
@@ -96,9 +96,12 @@ class TritonBackend:
         No synchronisation, and no device allocation as long as handles and lens alone are on the host.
         """
         self.prepare(handles, inputs, control, mode)
-        with self.runtime.span("launch"):
-            self.enqueue(self._batch)
-        return self.commit()
+        try:
+            with self.runtime.span("launch"):
+                self.enqueue(self._batch)
+            return self.commit()
+        except InputError as error:  # too late for that: the launch has been counted
+            raise StepFailedError(f"step {self._launch}: it was not launched: {error}") from error
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """An NVTX range on CUDA."""
@@ -149,7 +152,8 @@ class TritonBackend:
         config, source = self.config, self.ring.device_out(step.buffer)
         items = self._batch * int(step.buffer.control[L.LAUNCH_MAX_ACCEPT])
         logprobs = items if config.logprobs and step.buffer.control[L.LAUNCH_HAS_LOGPROBS] else 0
-        families = logprobs * config.family_width if step.buffer.control[L.LAUNCH_TOP_WIDTH] else 0
+        given = step.buffer.control[L.LAUNCH_TOP_WIDTH] or step.buffer.control[L.LAUNCH_IDS_WIDTH]
+        families = logprobs * config.family_width if given else 0
         copied = {}
         for start, words in sections(step.layout, items, logprobs, families):
             copied[start] = words

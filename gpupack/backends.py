@@ -26,11 +26,13 @@ def make_backend(config: PackerConfig, *, stream: Any = None) -> Backend:
         from gpupack.backend_cpu import CpuBackend
 
         return CpuBackend(config)
+    import torch
+
     from gpupack.backend_triton import TritonBackend
 
     try:
         return TritonBackend(config, stream=stream)
-    except ConfigError:
+    except (ConfigError, torch.OutOfMemoryError):  # neither of which another backend would mend
         raise
     except Exception as error:
         if not config.fallback:

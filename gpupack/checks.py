@@ -23,13 +23,19 @@ def host_array(name: str, value: Any, dtypes: tuple[type[np.generic], ...], ndim
             raise InputError(f"{name}: expected an array or tensor, got {type(value).__name__}")
         if value.device.type != "cpu":
             raise InputError(f"{name}: expected a tensor on the CPU, got one on {value.device}")
-        value = value.numpy()
+        _check_dtype(name, str(value.dtype).removeprefix("torch."), dtypes)
+        value = value.detach().numpy()
     if value.dtype.type not in dtypes:
-        expected = " or ".join(np.dtype(dtype).name for dtype in dtypes)
-        raise InputError(f"{name}: expected dtype {expected}, got {value.dtype}")
+        _check_dtype(name, value.dtype.name, dtypes)
     if value.ndim not in ndim:
         raise InputError(f"{name}: expected {' or '.join(map(str, ndim))} dimensions, got shape {value.shape}")
     return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+
+def _check_dtype(name: str, dtype: str, dtypes: tuple[type[np.generic], ...]) -> None:
+    names = [np.dtype(each).name for each in dtypes]
+    if dtype not in names:
+        raise InputError(f"{name}: expected dtype {' or '.join(names)}, got {dtype}")
 
 
 def check_rows(name: str, array: NDArray[Any], batch: int) -> None:

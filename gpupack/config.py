@@ -120,7 +120,8 @@ class PackerConfig:
     wait
         Waiting for a step of a device: "block" the thread, or "spin".
     ring_timeout_s
-        How long a step waits for a buffer that a reader on another thread still has, before BufferBusyError.
+        How long a step on a device waits for a buffer that a reader on another thread still has, before
+        BufferBusyError; on the CPU it does not wait.
     fallback
         If the kernel cannot be compiled here: True, pack on the host instead, with a warning; False, raise.
     policy

@@ -68,4 +68,32 @@ class Control:
         return part
 
 
+CONTROL_BITS = L.CONTROL_SKIP | L.CONTROL_HOLD | L.CONTROL_FLUSH | L.CONTROL_FINISH | L.CONTROL_RETRACTED
+HOLD_AND_FLUSH = L.CONTROL_HOLD | L.CONTROL_FLUSH
+
+
+def check_control(words: NDArray[np.int32]) -> None:
+    """Raise InputError for what is wrong in control rows, int32 `[CONTROL_WIDTH, B]`, whatever their requests are.
+
+    What depends on a request's lengths is checked where these are known.
+    """
+    flags, code = words[L.CONTROL_FLAGS_ROW], words[L.CONTROL_FINISH_CODE]
+    ends = (flags & L.CONTROL_FINISH) != 0
+    for name, values, bad in (
+        ("flags", flags, ((flags & ~CONTROL_BITS) != 0) | ((flags & HOLD_AND_FLUSH) == HOLD_AND_FLUSH)),
+        ("finish_code", code, ends & ((code <= L.FINISH_NONE) | (code > L.FINISH_HOST))),
+        ("finished_len", words[L.CONTROL_FINISHED_LEN], ends & (words[L.CONTROL_FINISHED_LEN] < -1)),
+        ("visible_len", words[L.CONTROL_VISIBLE_LEN], words[L.CONTROL_VISIBLE_LEN] < -1),
+    ):
+        if np.count_nonzero(bad):
+            row = int(bad.argmax())
+            raise InputError(f"control.{name}: expected {EXPECTED[name]}, got {values[row]} (row {row})")
+
+
+EXPECTED = {
+    "flags": "known bits and not HOLD with FLUSH",
+    "finish_code": "1 to 5 with FINISH",
+    "finished_len": "-1 or an output length",
+    "visible_len": "-1 or an output length",
+}
 NO_CONTROL = Control(0).words

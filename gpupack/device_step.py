@@ -18,7 +18,10 @@ from gpupack.packed import PackedStep
 if TYPE_CHECKING:
     from gpupack.backend_triton import TritonBackend
 
-_CAUSES = {L.ERROR_INPUT: "accept_lens or other lens out of range, or too few logprobs for a request that asked"}
+_CAUSES = {
+    L.ERROR_INPUT: "accept_lens, other lens or a length in control out of range, or too few logprobs for a request "
+    "that asked"
+}
 
 
 class DeviceStep:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gpupack import layout as L
 from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
+from gpupack.control import check_control
 from gpupack.device import DeviceRuntime
 from gpupack.device_inputs import INPUTS
 from gpupack.errors import InputError
@@ -35,11 +36,16 @@ class LaunchWriter:
         Device tensors are read where they are, when the launch runs. Handles and lengths on the host are staged
         in the ring; other host arrays are copied to the device, which allocates.
         """
+        if not isinstance(handles, (np.ndarray, Tensor)) or handles.ndim != 1:
+            got = getattr(handles, "shape", type(handles).__name__)
+            raise InputError(f"handles: expected an array or tensor of 1 dimension, got {got}")
         batch = len(handles)
         if batch > self.config.batch_capacity:
             raise InputError(f"handles: expected at most max_batch = {self.config.batch_capacity} rows, got {batch}")
         if control is not None and control.shape[1] != batch:
             raise InputError(f"control: expected {batch} rows, one for each handle, got {control.shape[1]}")
+        if control is not None:
+            check_control(control)
         taken = self._taken(buffer, handles, inputs, batch)
         self._write_words(buffer.control, batch, mode, taken, control)
         buffer.addresses[:] = [0 if array is None else array.data_ptr() for array in taken]

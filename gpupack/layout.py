@@ -327,7 +327,7 @@ SCAN_COUNT_MASK = 0x3FF  # so a block has fewer than 1024 rows
 SCAN_HEADER = 2  # 64-bit words before the axes: launch number, place in the ring
 SCAN_LAUNCH, SCAN_RING = range(SCAN_HEADER)
 
-ERROR_INPUT = 1  # the header's error word: accept_lens or cap_lens out of range, or logprobs lack that were asked for
+ERROR_INPUT = 1  # the header's error word: a length out of range (accept, cap, control), or logprobs lack
 
 # --- Gather: what the host says of one launch of gather_rows_kernel, in front of the row numbers -----
 

@@ -6,6 +6,7 @@ from numba import boolean, int64, njit, types
 
 from gpupack import layout as L
 from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64
+from gpupack.control import CONTROL_BITS, HOLD_AND_FLUSH
 from gpupack.rule import live_slot
 
 # What can be wrong; the row comes with it.
@@ -24,8 +25,6 @@ from gpupack.rule import live_slot
     BAD_CAP_LEN,
 ) = range(12)
 
-CONTROL_BITS = L.CONTROL_SKIP | L.CONTROL_HOLD | L.CONTROL_FLUSH | L.CONTROL_FINISH | L.CONTROL_RETRACTED
-
 
 def _check_batch(
     state, handles, accept_lens, control, seen, mode, max_accept, backlog_limit, family_limit, has_logprobs, launch,
@@ -36,12 +35,17 @@ def _check_batch(
         slot = live_slot(state, handles[i])
         if slot < 0:
             continue
-        accept = int64(accept_lens[i]) if mode & L.MODE_APPEND else 0
-        if accept < 0 or accept > max_accept:
-            return BAD_ACCEPT_LEN, i
         if seen[slot] == launch:
             return DOUBLED, i
         seen[slot] = launch
+        asked = control[L.CONTROL_FLAGS_ROW, i] if control.shape[1] else 0
+        if asked & ~CONTROL_BITS or asked & HOLD_AND_FLUSH == HOLD_AND_FLUSH:
+            return BAD_CONTROL, i
+        if asked & L.CONTROL_SKIP:
+            continue
+        accept = int64(accept_lens[i]) if mode & L.MODE_APPEND else 0
+        if accept < 0 or accept > max_accept:
+            return BAD_ACCEPT_LEN, i
         if accept and state[slot, L.FLAGS] & L.STATE_LOGPROBS:
             if not has_logprobs:
                 return NO_LOGPROBS, i
@@ -49,15 +53,12 @@ def _check_batch(
                 return NO_TOP_LOGPROBS, i
             if state[slot, L.WIDTHS] >> L.IDS_WIDTH_SHIFT > ids_width:
                 return NO_IDS_LOGPROBS, i
-        if block_accept_lens.shape[0] and block_accept_lens[i] < 0:
+        if mode & L.MODE_VERIFY and block_accept_lens.shape[0] and block_accept_lens[i] < 0:
             return BAD_BLOCK_LEN, i
-        if cap_lens.shape[0] and (cap_lens[i] < 0 or cap_lens[i] > most_cap):
+        if mode & L.MODE_VERIFY and cap_lens.shape[0] and (cap_lens[i] < 0 or cap_lens[i] > most_cap):
             return BAD_CAP_LEN, i
         if control.shape[1] == 0 or state[slot, L.FLAGS] & L.STATE_FINISHED:
             continue
-        asked = control[L.CONTROL_FLAGS_ROW, i]
-        if asked & ~CONTROL_BITS or (asked & L.CONTROL_HOLD and asked & L.CONTROL_FLUSH):
-            return BAD_CONTROL, i
         # The cursors of a conveyed request are the gate's, which checks what concerns them.
         conveyed = state[slot, L.FLAGS] & L.STATE_CONVEYED
         new_len = state[slot, L.OUTPUT_LEN] + accept

@@ -114,7 +114,11 @@ class Packer:
         if self._prepared is not None:  # its launch may have sent rows that nobody could find
             raise InputError("retract: expected commit_launch() after prepare_launch() first, got retract()")
         slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
-        resume = where_it_stands(self.backend, self._in_flight, slot, handle, output_len)
+        try:
+            resume = where_it_stands(self.backend, self._in_flight, slot, handle, output_len)
+        except StepFailedError:
+            self.close()
+            raise
         self.retire(np.array([handle], np.int64))
         return resume
 
@@ -141,7 +145,8 @@ class Packer:
         Parameters
         ----------
         handles
-            int64 `[B]`; -1 is a padding row. A handle that has ended is counted as stale.
+            int64 `[B]`; -1 is a padding row. A handle that has ended is counted as stale. One given twice is
+            refused on the CPU and not noticed on a device.
         token_ids
             int32 or int64 `[B]`, or `[B, T]` of which the first `accept_lens[i]` count.
         accept_lens
@@ -164,7 +169,8 @@ class Packer:
         return_logprob
             Whether logprobs are sent with this step; the backlog waits if not.
 
-        Raises InputError (nothing was changed) and BufferBusyError.
+        Raises InputError (nothing was changed) and BufferBusyError. What a device has to say of lengths comes when the
+        step is taken in, as StepFailedError.
         """
         inputs = StepInputs(
             token_ids, accept_lens, logprobs, top_logprobs_val, top_logprobs_idx, token_ids_logprobs_val,
@@ -223,7 +229,7 @@ class Packer:
         of the packer's other work: to be in an engine's graph, a packer has no stream of its own.
         """
         self._check_open()
-        self.backend.enqueue(self.config.batch_capacity if batch_capacity is None else batch_capacity)
+        self.backend.enqueue(self._capacity(batch_capacity))
 
     def commit_launch(self) -> Ticket:
         """The ticket of the launch that was prepared and enqueued; records its event right behind it."""
@@ -238,7 +244,14 @@ class Packer:
         self._check_open()
         from gpupack.graphs import PackGraph
 
-        return PackGraph(self, self.config.batch_capacity if batch_capacity is None else batch_capacity)
+        return PackGraph(self, self._capacity(batch_capacity))
+
+    def _capacity(self, rows: int | None) -> int:
+        """Rows that a launch is made for: `rows`, if there can be as many, or all."""
+        most = self.config.batch_capacity
+        if rows is not None and not 1 <= rows <= most:
+            raise InputError(f"batch_capacity: expected 1 to max_batch = {most}, got {rows}")
+        return most if rows is None else rows
 
     def span(self, name: str) -> AbstractContextManager[object]:
         """A named span of the host's time: an NVTX range on CUDA, nothing elsewhere."""
@@ -260,6 +273,8 @@ class Packer:
                 f"step: expected at most max_in_flight = {self.config.max_in_flight} steps that were not taken in, "
                 "got another; wait() for the oldest"
             )
+        if mode & L.MODE_APPEND and inputs.token_ids is None:
+            raise InputError("token_ids: expected an array or tensor, got None")
         mode |= L.MODE_LOGPROBS * return_logprob
         if self.config.speculative and inputs.is_verify:
             mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
@@ -291,12 +306,12 @@ class Packer:
         self._check_open()
         if not self._in_flight or self._in_flight[0] is not ticket:
             raise InputError("wait: expected steps to be taken in once, in the order of their launch")
-        self._in_flight.popleft()
         try:
             packed = ticket.launched.result()
         except StepFailedError:
             self.close()
             raise
+        self._in_flight.popleft()
         if ticket.endings != self.endings and packed.rows:
             ended = self.slots.generations[packed.column(L.R_SLOT)] != packed.column(L.R_GENERATION)
             if ended.any():

@@ -205,7 +205,7 @@ class Resume:
     unsent_families: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """The records of the same positions as `unsent_logprobs`, joined; empty without families."""
     spec_counts: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """The speculative counters, int32 `[spec_width]`; empty: all 0."""
+    """The speculative counters, int32 `[spec_width]`; empty: all 0. A step in flight that is discarded has counted."""
     opened: bool = False
     """A row of the request has been sent under an earlier handle."""
     restarted: bool = False
@@ -231,6 +231,11 @@ class Resume:
 
     def check(self, request: Request, config: PackerConfig) -> None:
         """Raise InputError unless cursors and items fit each other and the windows."""
+        for name in ("output_len", "token_cursor", "logprob_cursor"):
+            if not _is_int32(getattr(self, name), 0):
+                raise InputError(
+                    f"resume.{name} of {request.rid}: expected 0 to {NO_LIMIT}, got {getattr(self, name)!r}"
+                )
         first_score = self.logprob_cursor if request.return_logprob else self.output_len
         limit, scores_limit = config.backlog_limit, config.backlog_limit
         if request.family_width:

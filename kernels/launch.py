@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
+from gpupack.errors import ConfigError
 
 BLOCK = 128  # rows a program, one a thread: the fewest sectors and instructions of what was counted (CUDA.md)
 THREADS = 128
@@ -24,9 +25,9 @@ class LaunchShape(NamedTuple):
 def launch_shape(
     config: PackerConfig, block: int | None = None, warps: int | None = None, lanes: int = 32
 ) -> LaunchShape:
-    """The shape for a configuration on a device with warps of `lanes` threads; ValueError if its runs are too long."""
+    """The shape for a configuration on a device with warps of `lanes` threads; ConfigError if its runs are too long."""
     if config.max_accept > MAX_DEVICE_ACCEPT:
-        raise ValueError(f"max_accept: expected at most {MAX_DEVICE_ACCEPT} on a device, got {config.max_accept}")
+        raise ConfigError(f"max_accept: expected at most {MAX_DEVICE_ACCEPT} on a device, got {config.max_accept}")
     if block is None:
         block = min(BLOCK, TILE // power_of_two(config.max_accept))
     return LaunchShape(block, warps or THREADS // lanes, power_of_two(-(-config.batch_capacity // block)))

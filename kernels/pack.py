@@ -92,6 +92,19 @@ def pack_kernel(
         | (accept > launch_word(control_ptr, C.LAUNCH_MAX_ACCEPT))
         | (has_scores & (accept > 0) & without_scores)
     )
+    # What the host asks must fit the request's lengths, as `loop_check.py` has it.
+    length = field(hot, C.OUTPUT_LEN) + accept
+    mask_open = live & ((flags & (C.STATE_CONVEYED | C.STATE_FINISHED)) == 0)
+    asked_end = control_row(
+        control_ptr, C.CONTROL_FINISHED_LEN, batch, offs_row, mask_control & ((asked & C.CONTROL_FINISH) != 0), -1
+    )
+    from_tokens = tl.maximum(field(hot, C.TOKEN_CURSOR), visible_len)
+    from_scores = tl.maximum(field(hot, C.LOGPROB_CURSOR), visible_len)
+    unseen = length - tl.where(has_scores, tl.minimum(from_tokens, from_scores), from_tokens)
+    beyond = unseen > BACKLOG_LIMIT
+    if FAMILY_WIDTH:
+        beyond = beyond | ((widths != 0) & (unseen > FAMILY_LIMIT))
+    error = error | (mask_open & ((asked_end > length) | ((visible_len >= 0) & beyond)))
     if SPEC_WIDTH:
         verified = live & rows_if(mode & C.MODE_VERIFY, offs_row, batch)
         block_len = load_lens(control_ptr, C.ADDRESS_BLOCK_ACCEPT, offs_row, batch, verified)

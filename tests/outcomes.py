@@ -19,7 +19,7 @@ LIMIT = 1 << 20
 def outcome(data: bytes, known: KnownRows | None = None) -> Frame | str:
     """The frame, or the name of the error class."""
     try:
-        return decode(data, max_frame_bytes=LIMIT, known=known)
+        return decode(data, max_frame_bytes=LIMIT, known=lambda _: known)
     except WireError as error:
         return type(error).__name__
 

@@ -52,7 +52,7 @@ def read(data: bytes, max_frame_bytes: int) -> dict[str, Any]:
         end = offset + (length + 7) // 8 * 8
         padding += data[offset + length : end]
     need(end == size and (has_logprobs or logprobs == 0), "FrameSectionError")
-    need((logprobs > 0 or words == 0) and (width == 0 or width >= 8), "FrameSectionError")
+    need((logprobs > 0 or words == 0) and (width == 0 or (width >= 8 and width % 2 == 0)), "FrameSectionError")
     need(not any(padding), "FrameValueError")
     columns: dict[str, Any] = {
         name: list(struct.unpack(f"<{len(part) // 4}{'I' if name == 'logprobs' else 'i'}", part))

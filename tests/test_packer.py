@@ -232,7 +232,7 @@ BAD_ADMISSIONS = {
     "resume: negative cursor": (
         Request("bad"),
         Resume(output_len=0, token_cursor=-1, unsent_tokens=np.zeros(1, np.int32)),
-        r"resume.unsent_tokens of bad: .*cursor -1",
+        r"resume.token_cursor of bad: expected 0 to .*, got -1",
     ),
 }
 
@@ -490,3 +490,72 @@ def test_empty_batch(packer: Packer) -> None:
         packer.pack(np.empty(0, np.int64), control=control(0)).wait(),
     ):
         assert (packed.rows, packed.header(L.H_BATCH), packed.token_indptr.tolist()) == (0, 0, [0])
+
+
+# --- What a review found --------------------------------------------------------------------------
+
+
+def test_a_step_without_tokens_is_refused() -> None:
+    packer = Packer(PackerConfig(100, capacity=4, window=8))
+    handles = packer.admit([Request("a")])
+    for call in (packer.step, packer.append):
+        with pytest.raises(InputError, match="token_ids: expected an array or tensor, got None"):
+            call(handles, None)
+    assert packer.step(handles, np.array([5])).wait().token_ids.tolist() == [5]
+
+
+@pytest.mark.parametrize("name", ["logprobs", "token_ids"])
+def test_tensors_that_numpy_cannot_hold_are_refused_by_name(name: str) -> None:
+    import torch
+
+    packer = Packer(PackerConfig(100, capacity=4, window=8))
+    handles = packer.admit([Request("a", return_logprob=True)])
+    inputs = {"token_ids": torch.tensor([5]), "logprobs": torch.zeros(1)}
+    with pytest.raises(InputError, match=f"{name}: expected dtype .*, got bfloat16"):
+        packer.step(handles, **inputs | {name: torch.zeros(1, dtype=torch.bfloat16)})
+    tracked = torch.zeros(1, requires_grad=True)
+    assert packer.step(handles, **inputs | {"logprobs": tracked}).wait().logprobs.tolist() == [0]
+
+
+def test_a_launch_is_made_for_as_many_rows_as_there_can_be() -> None:
+    packer = Packer(PackerConfig(100, capacity=4, window=8))
+    for rows in (0, 5, 10**6):
+        with pytest.raises(InputError, match=f"batch_capacity: expected 1 to max_batch = 4, got {rows}"):
+            packer.enqueue(rows)
+
+
+def test_a_resume_out_of_range_takes_no_slot() -> None:
+    packer = Packer(PackerConfig(100, capacity=4, window=8))
+    for resume in (Resume(output_len=2**40, token_cursor=2**40), Resume(logprob_cursor=-5)):
+        with pytest.raises(InputError, match=r"resume\.\w+ of a: expected 0 to"):
+            packer.admit([Request("a")], [resume])
+    assert len(packer.slots) == 0
+
+
+def test_a_prepared_launch_keeps_what_it_was_told() -> None:
+    packer = Packer(PackerConfig(100, capacity=4, window=8))
+    handles = packer.admit([Request("a"), Request("b")])
+    control = Control(2).reset(2)
+    control.flags[0] = L.CONTROL_SKIP
+    with pytest.raises(InputError, match="token_ids: expected 2 rows"):
+        packer.prepare_launch(handles, np.array([1, 2, 3]))
+    tokens = np.array([1, 2])
+    packer.prepare_launch(handles, tokens, control=control)
+    control.reset(2)
+    with pytest.raises(InputError, match="commit_launch"):
+        packer.step(handles, tokens)
+    packer.enqueue()
+    packed = packer.commit_launch().wait()
+    assert packed.token_ids.tolist() == [2]
+
+
+def test_a_row_that_is_skipped_may_have_any_length() -> None:
+    packer = Packer(PackerConfig(100, capacity=4, window=8, speculative=True, max_accept=2))
+    handles = packer.admit([Request("a"), Request("b")])
+    control = Control(2).reset(2)
+    control.flags[0] = L.CONTROL_SKIP
+    ids, lens = np.zeros((2, 2), np.int64), np.array([5, 1])
+    packed = packer.step(
+        handles, ids, accept_lens=lens, control=control, verify=False, cap_lens=np.array([9, 9])
+    ).wait()
+    assert packed.column(L.R_BATCH_INDEX).tolist() == [1]

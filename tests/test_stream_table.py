@@ -360,7 +360,7 @@ def take(receiver: OutputReceiver, frame: Frame) -> ReceivedStep:
     """Take a frame in as bytes, as `recv` does: its rows may be those of the frame before."""
     data = encode_frame(frame)
     stamp(data, frame.stream_id, frame.frame_no)
-    return receiver.take(decode(data, known=receiver._known))
+    return receiver.take(decode(data, known=receiver.known_rows))
 
 
 def test_rows_that_stay_the_same_are_looked_up_once_and_checked_all_the_same(receiver):
@@ -370,7 +370,7 @@ def test_rows_that_stay_the_same_are_looked_up_once_and_checked_all_the_same(rec
     for length in (2, 3, 4):
         step = take(receiver, stream.frame(Row(1, 1, [9], length), Row(2, 1, [9], length)))
         assert [(delta.rid, delta.completion_tokens) for delta in step.deltas()] == [("a", length), ("b", length)]
-    assert receiver._known is not None
+    assert receiver.known_rows(0) is not None
     with pytest.raises(FrameGapError, match="row 1"):
         take(receiver, stream.frame(Row(1, 1, [9], 5), Row(2, 1, [9], 6)))
 
@@ -394,3 +394,12 @@ def test_the_same_rows_of_another_rank_are_its_own(receiver):
     for length in (2, 3):
         for stream, rid in ((one, "a"), (two, "b")):
             assert take(receiver, stream.frame(Row(1, 1, [9], length))).deltas()[0].rid == rid
+
+
+def test_what_is_lost_is_bounded_whatever_the_frames_say(tmp_path):
+    with OutputReceiver(f"ipc://{tmp_path}/small", max_slots=4) as receiver:
+        stream = Stream()
+        for number in range(60):
+            row, record = opening(1, [7], f"r{number}", generation=number + 1, tokens_before=5, resumed=True)
+            receiver.take(stream.frame(row, **{record.rid: record}, ended=[(number + 1) << 32 | 1]))
+        assert len(receiver.lost()) <= 4

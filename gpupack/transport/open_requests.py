@@ -170,6 +170,7 @@ class OpenRequests:
         self.close(slot)
         if hole is not None:
             self.lost[rid] = hole
+            self.lost = _newest(self.lost, self.max_slots)
 
     def _is_open(self, handle: int) -> bool:
         """False for a handle that was never opened on this stream, or whose request resumed in this very frame."""

@@ -65,7 +65,6 @@ class OutputReceiver:
         self.max_frame_bytes = check_max_frame_bytes(max_frame_bytes)
         self.max_slots = max_slots
         self._tables: dict[int, StreamTable] = {}  # by dp rank
-        self._known: KnownRows | None = None  # rows of the newest frame: mostly those of the next
         self._ended: deque[int] = deque(maxlen=REMEMBERED_STREAMS)
         self._closed = False
         self._endpoint = ""
@@ -115,7 +114,7 @@ class OutputReceiver:
                 if left_ms <= 0 or not self._socket.poll(left_ms):
                     return None
         # The views of a frame hold the message's buffer, and that the message.
-        return self.take(decode(message.buffer, max_frame_bytes=self.max_frame_bytes, known=self._known))
+        return self.take(decode(message.buffer, max_frame_bytes=self.max_frame_bytes, known=self.known_rows))
 
     def take(self, frame: Frame) -> ReceivedStep:
         """Continue a stream by a decoded frame; what `recv` does after decoding. Does not block."""
@@ -129,8 +128,12 @@ class OutputReceiver:
             table.broken = True
             raise
         records, dropped, score_ids = table.apply(frame, changes)
-        self._known = table.known
         return ReceivedStep(frame, records, tuple(changes.incomplete), dropped, score_ids)
+
+    def known_rows(self, dp_rank: int) -> KnownRows | None:
+        """Rows of a rank's newest frame, if all of them are open still: mostly those of the next."""
+        table = self._tables.get(dp_rank)
+        return None if table is None else table.known
 
     def _begin(self, frame: Frame, old: StreamTable | None) -> ReceivedStep:
         """Start a stream; it ends the one that its rank had."""

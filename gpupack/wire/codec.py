@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from gpupack import layout as L
@@ -57,11 +59,15 @@ def encode_frame(frame: Frame, *, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
 
 
 def decode(
-    buffer: Buffer, *, max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES, known: KnownRows | None = None
+    buffer: Buffer,
+    *,
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
+    known: Callable[[int], KnownRows | None] | None = None,
 ) -> Frame:
     """Peek, verify, then view one frame; any bytes at all may come in. Does not block.
 
-    If the frame has the rows `known`, these very arrays stand in it, and are not verified again.
+    `known` gives the rows of a dp rank's newest frame, verified then: if this frame has the same ones, these very
+    arrays stand in it, and are not verified again.
 
     The columns are read-only views of `buffer`, which they keep alive (a copy is made only of a buffer
     that is not aligned to 4 bytes). Raises a subclass of WireError for whatever docs/wire.md refuses
@@ -73,9 +79,10 @@ def decode(
     words = as_words(view)
     check_padding(words, view, plan)
     frame = view_columns(words, header, plan)
-    same = known is not None and known.are_those_of(frame)
-    if known is not None and same:
-        frame = frame._replace(slot=known.slot, generation=known.generation)
+    rows = None if known is None else known(header.dp_rank)
+    same = rows is not None and rows.are_those_of(frame)
+    if rows is not None and same:
+        frame = frame._replace(slot=rows.slot, generation=rows.generation)
     seen = check_columns(frame, known=same)
     if plan.side[1]:
         frame = frame._replace(side=decode_side(view[slice(*plan.side)]))

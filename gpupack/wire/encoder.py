@@ -111,7 +111,7 @@ class FrameEncoder:
         return self._frame
 
     def _arrange(self, shape: Shape) -> None:
-        """Place the sections of frames of `shape`: kept until another comes, as batches seldom change."""
+        """Place the sections of frames of `shape`: kept until another comes: at one token a row that is seldom."""
         plan = plan_frame(shape)
         check_size(plan.size, self.max_frame_bytes)
         self._shape = None

@@ -93,8 +93,9 @@ def check_table(view: memoryview, header: Header) -> Plan:
         raise FrameSectionError(f"logprobs: expected 0 without logprob sections, got {header.logprobs}")
     if header.families and not header.logprobs:
         raise FrameSectionError(f"families: expected 0 words without logprobs, got {header.families}")
-    if header.spec_width and header.spec_width < L.spec_width(1):
-        raise FrameSectionError(f"spec_width: expected 0 or at least {L.spec_width(1)}, got {header.spec_width}")
+    width = header.spec_width
+    if width and (width < L.spec_width(1) or (width - L.SPEC_HISTOGRAMS) % 2):
+        raise FrameSectionError(f"spec_width: expected 0 or an even number from {L.spec_width(1)}, got {width}")
     return plan
 
 

@@ -15,6 +15,7 @@ from test_lives import Harness, Play, Receiver
 
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.control import Control
 from gpupack.device import InterpreterRuntime
 from gpupack.packer import Packer
 from gpupack.request import Request
@@ -134,3 +135,44 @@ def test_an_impossible_accept_length_raises_at_the_take_in_and_closes_the_packer
         ticket.wait()
     with pytest.raises(ClosedError):
         packer.step(handles, np.zeros(2, np.int64))
+
+
+BAD_CONTROL = {
+    "code 0": dict(flags=L.CONTROL_FINISH),
+    "code 300": dict(flags=L.CONTROL_FINISH, finish_code=300),
+    "hold and flush": dict(flags=L.CONTROL_HOLD | L.CONTROL_FLUSH),
+    "unknown bit": dict(flags=64),
+    "visible -2": dict(visible_len=-2),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTROL)
+def test_control_that_is_wrong_whatever_the_request_is_refused(name: str) -> None:
+    from gpupack.errors import InputError
+
+    packer = harness(16).make(PackerConfig(50, capacity=4, window=8))
+    handles = packer.admit([Request("a"), Request("b")])
+    control = Control(2).reset(2)
+    for column, value in BAD_CONTROL[name].items():
+        getattr(control, column)[1] = value
+    with pytest.raises(InputError, match=r"control\.\w+: expected .*\(row 1\)"):
+        packer.step(handles, np.zeros(2, np.int64), control=control)
+    assert packer.step(handles, np.array([3, 4])).wait().token_ids.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("asked", ["an end behind the output", "a backlog beyond the window"])
+def test_control_that_does_not_fit_a_length_is_an_error_of_the_step(asked: str) -> None:
+    from gpupack.errors import StepFailedError
+
+    packer = harness(16).make(PackerConfig(50, capacity=4, window=4))
+    handles = packer.admit([Request("a"), Request("b")])
+    control = Control(2).reset(2)
+    if asked.startswith("an end"):
+        control.finish(1, 5, finished_len=9)
+    else:
+        control.visible_len[1] = 0
+        for _ in range(3):
+            packer.step(handles, np.zeros(2, np.int64), control=control).wait().release()
+    ticket = packer.step(handles, np.zeros(2, np.int64), control=control)
+    with pytest.raises(StepFailedError, match="a length in control out of range"):
+        ticket.wait()
