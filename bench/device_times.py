@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from device_floor import Calls, Floor, Sample, Variants, count_launches
+from device_floor import Calls, Floor, Sample, Variants, count_launches, for_any_launch
 from device_place import Place
 from rows import quantiles
 
@@ -165,6 +165,7 @@ class Workload:
         for _ in range(packer.config.buffers):
             packer.step(handles, **inputs).wait().release()
         backend: Any = packer.backend
+        for_any_launch(backend)
         ns = self.place.chain_ns(self._repeat(lambda: backend.enqueue(batch)), self.sizes.chain)
         count_launches(backend, self.sizes.chain)
         return {"device": ns}

@@ -144,7 +144,10 @@ class CpuBackend:
         self._prepared = (handles.copy(), inputs, control, mode)
 
     def enqueue(self, batch_capacity: int) -> None:
-        """Nothing: there is no stream."""
+        """Nothing, as there is no stream, but InputError if more rows were prepared."""
+        if self._prepared is not None and len(self._prepared[0]) > batch_capacity:
+            rows = len(self._prepared[0])
+            raise InputError(f"batch_capacity: expected at least the {rows} rows prepared, got {batch_capacity}")
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -115,10 +115,11 @@ class TritonBackend:
         if self._prepared is not None:
             raise InputError("prepare_launch: expected commit_launch() after the one before, got another")
         buffer = self.ring.take()
-        self.inputs = self._writer.write(buffer, handles, inputs, control, mode)
+        number = self._launch % (2**31 - 1) + 1
+        self.inputs = self._writer.write(buffer, handles, inputs, control, mode, number)
         self._batch = len(handles)
         self.ring.advance()
-        self._launch = self._launch % (2**31 - 1) + 1
+        self._launch = number
         layout = L.packed_layout(self._batch, self._shape)
         with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS)
         self._prepared = DeviceStep(self, buffer, self._launch, layout, with_logprobs)

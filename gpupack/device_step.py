@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _CAUSES = {
     L.ERROR_INPUT: "accept_lens, other lens or a length in control out of range, or too few logprobs for a request "
-    "that asked"
+    "that asked",
+    L.ERROR_NUMBER: "a launch ran without prepare_launch() before it",
+    L.ERROR_BATCH: "more rows than the launch was made for, see enqueue() and capture()",
 }
 
 
@@ -62,7 +64,8 @@ class DeviceStep:
             words = self.buffer.out
             launch, error = int(words[L.H_LAUNCH]), int(words[L.H_ERROR])
             if launch != self.number or error:
-                cause = _CAUSES.get(error, "launch numbers differ")
+                causes = [text for bit, text in _CAUSES.items() if error & bit]
+                cause = "; ".join(causes) or "a launch ran without prepare_launch() before it, or not after it"
                 raise StepFailedError(
                     f"step {self.number}: the kernel reported launch {launch}, error {error} ({cause})"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -13,8 +13,9 @@ from gpupack import layout as L
 from gpupack.checks import check_rows, host_array
 from gpupack.control import Control
 from gpupack.embeddings import EmbeddingGather, GatheredRows, is_tensor
+from gpupack.encoded_values import checked_array, encoded
 from gpupack.errors import InputError
-from gpupack.kept import encoded
+from gpupack.frame_room import ROW_BYTES, array_bytes, opening_bytes
 from gpupack.openings import Openings
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
@@ -37,7 +38,8 @@ class EmbeddingBatch:
     """The arguments of `OutputStreamer.stream_embeddings`, checked before anything changes.
 
     `handles` int64 `[B]`, `finished` bool `[B]`; `control` ends the finished ones and skips the others, and
-    `reasons` has, by handle, those that travel in the side record.
+    `reasons` has, by handle, those that travel in the side record. `room` says how many bytes a frame of so many
+    rows has for that.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class EmbeddingBatch:
         *,
         slots: SlotTable,
         gather: EmbeddingGather | None,
-        max_bytes: int,
+        room: Callable[[int], int],
     ) -> None:
         self.handles = host_array("handles", handles, (np.int64,), (1,))
         batch = len(self.handles)
@@ -65,17 +67,20 @@ class EmbeddingBatch:
         self._rows: GatheredRows | None = None
         self._take_embeddings(embeddings)
         self._pooled = self._pooled_states(pooled_hidden_states)
-        if self.nbytes > max_bytes:
-            raise InputError(f"embeddings: expected at most max_frame_bytes = {max_bytes}, got {self.nbytes} bytes")
         self.reasons = self._reasons(slots, reasons)
+        size, most = self._nbytes(slots), room(len(self._chosen))
+        if size > most:
+            raise InputError(f"embeddings: expected at most {most} bytes beside the columns of a frame, got {size}")
         self.control = self._control()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of embeddings and states of the finished requests."""
+    def _nbytes(self, slots: SlotTable) -> int:
+        """Most bytes of the side record: embeddings, states, reasons and opening records of the finished requests."""
         dense = 0 if self._dense is None or self._gather is None else len(self._chosen) * self._gather.row_bytes
-        carried = [len(bytes(value)) for value in self._values.values()]
-        return dense + sum(carried) + sum(len(state.data) for state in self._pooled.values())
+        carried = sum(map(len, self._values.values())) + sum(map(array_bytes, self._pooled.values()))
+        requests = [slots.find(handle) for handle in self.handles[self._chosen].tolist()]
+        openings = sum(opening_bytes(request) for request in requests if request is not None)
+        reasons = len(msgspec.msgpack.encode(list(self.reasons.values())))
+        return dense + carried + openings + reasons + ROW_BYTES * len(self._chosen)
 
     def begin_again(self, packer: Packer, openings: Openings, final: NDArray[np.bool_]) -> None:
         """Let finished requests send again whose final row has gone (`final`, by slot): they open once more."""
@@ -162,7 +167,7 @@ class EmbeddingBatch:
         for place in self._chosen:
             try:
                 if states[place] is not None:
-                    found[place] = Array.of(states[place])
+                    found[place] = checked_array("state", states[place])
             except InputError as error:
                 raise InputError(f"pooled_hidden_states: row {place}: {error}") from None
         return found

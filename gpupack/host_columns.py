@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.checks import check_rows, host_array
+from gpupack.checks import host_array
 from gpupack.errors import InputError
+from gpupack.frame_room import ROW_BYTES, Room, opening_bytes
 from gpupack.kept import Kept
 from gpupack.packed import PackedStep
 from gpupack.request import FRESH, Request, Resume
+from gpupack.row_counts import RowCounts
 from gpupack.slots import SlotTable
-from gpupack.wire.side import COUNTS, INT32_MAX, RETURNED, CachedTokensDetails, InputLogprobs, Returned
+from gpupack.wire.side import RETURNED, CachedTokensDetails, InputLogprobs, Returned
 
 SLOT_MASK = (1 << L.SLOT_BITS) - 1
 
@@ -35,6 +37,8 @@ class HostColumns:
         Each row carries all hidden states so far, as SGLang's does; else only those not yet sent.
     disaggregated_decode
         This is the decode server of a disaggregated pair: input logprobs are the prefill server's to send.
+    room
+        Bytes that the fullest step leaves in a frame: opening record and waiting columns of a request fit there.
 
     Attributes
     ----------
@@ -42,27 +46,31 @@ class HostColumns:
         Whether rows may have something to take.
     asking
         Live requests that asked for a column of RETURNED, so that `returned` needs the batch.
+    dropped
+        Rows so far of whose columns some are lost, as a frame had no room and no later row would have brought them.
     """
 
-    def __init__(self, slots: SlotTable, *, whole_hidden_states: bool, disaggregated_decode: bool) -> None:
+    def __init__(self, slots: SlotTable, *, whole_hidden_states: bool, disaggregated_decode: bool, room: int) -> None:
         capacity = len(slots.requests)
         self._slots = slots
         self._whole = whole_hidden_states
         self._no_input_logprobs = disaggregated_decode
+        self.room = room
         self._kept: list[Kept | None] = [None] * capacity
-        self._counts = np.zeros((len(COUNTS), capacity), np.int32)  # newest, by slot
-        self._changed = np.zeros(capacity, np.uint8)  # slot: a bit for each count that no row has told
+        self._counts = RowCounts(capacity)
         self._asked = np.zeros(capacity, np.uint8)  # slot: a bit for each of RETURNED
         self._waiting = np.zeros(capacity, np.bool_)  # slot: its next row has something to take
+        self._here = np.zeros(capacity, np.bool_)  # slot: its handle is live
         self.waiting = False
         self.asking = 0
+        self.dropped = 0
 
     # --- life of a handle -------------------------------------------------------------------------
 
     def admit(self, slots: NDArray[np.int64], requests: Sequence[Request], resumes: Sequence[Resume]) -> None:
         """Begin handles; what a resumed request had kept goes on."""
-        self._counts[:, slots] = 0
-        self._counts[0, slots] = [request.cached_tokens for request in requests]
+        self._here[slots] = True
+        self._counts.admit(slots, [request.cached_tokens for request in requests])
         self._asked[slots] = [
             request.return_hidden_states | request.return_routed_experts << 1 | request.return_indexer_topk << 2
             for request in requests
@@ -72,24 +80,26 @@ class HostColumns:
         for slot, resume in zip(slots.tolist(), resumes, strict=True):
             if resume is not FRESH:
                 self._go_on(slot, resume)
-        self._changed[slots] = 0
         self.waiting |= bool(self._waiting[slots].any())
 
     def _go_on(self, slot: int, resume: Resume) -> None:
         kept = resume.kept
         if kept is not None:
-            self._counts[:, slot] = kept.counts
+            self._counts.go_on(slot, kept.counts)
             kept = replace(kept, counts=())
         elif resume.input_logprobs_sent:
             kept = Kept(input_logprobs_sent=True)
         self._kept[slot] = kept
-        self._waiting[slot] = kept is not None and (kept.waits() or bool(kept.arrays or kept.time_stats))
+        self._waiting[slot] = kept is not None and kept.waits()
 
     def end(self, slots: NDArray[np.int64]) -> None:
         """End handles, and forget what was attached to them."""
         self.asking -= int(np.count_nonzero(self._asked[slots]))
         self._asked[slots] = 0
-        self._waiting[slots] = False
+        self._here[slots] = False
+        if self.waiting:
+            self._waiting[slots] = False
+            self.waiting = bool(self._waiting.any())
         for slot in slots.tolist():
             self._kept[slot] = None
 
@@ -97,7 +107,7 @@ class HostColumns:
         """A slot's resume with what no row has taken yet; to be asked before `end`."""
         kept = self._kept[slot] or Kept()
         kept.retracted(resume.output_len)
-        kept.counts = tuple(self._counts[:, slot].tolist())
+        kept.counts = self._counts.all_of(slot)
         return replace(resume, kept=kept, input_logprobs_sent=kept.input_logprobs_sent)
 
     # --- what is attached -------------------------------------------------------------------------
@@ -133,8 +143,8 @@ class HostColumns:
         cached_tokens_details
             See `cached_tokens.cached_tokens_details`; opening records of later streams tell it again.
 
-        Raises HandleError, and InputError for what the request did not ask for or what cannot travel; then
-        nothing was changed.
+        Raises HandleError, and InputError for what the request did not ask for, what cannot travel, and what would
+        not fit a frame with the rest that waits; then nothing was changed.
         """
         slot = int(self._slots_of(np.array([handle], np.int64))[0])
         request = self._slots.requests[slot]
@@ -150,6 +160,7 @@ class HostColumns:
                 raise InputError(f"{name}: expected a request with {wanted}, got {request.rid!r}, which did not ask")
         kept = self._kept[slot] or Kept()
         kept.attach(
+            self.room - opening_bytes(request) - ROW_BYTES,
             input_logprobs=None if self._no_input_logprobs else input_logprobs,
             hidden_states=hidden_states,
             customized_info=customized_info,
@@ -168,26 +179,9 @@ class HostColumns:
         """
         handles = host_array("handles", handles, (np.int64,), (1,))
         slots = self._slots_of(handles)
-        arrays = {}
-        for name, value in counts.items():
-            if name not in COUNTS:
-                raise InputError(f"set_counts: expected {', '.join(COUNTS)}, got {name!r}")
-            if value is None:
-                continue
-            array = host_array(name, value, (np.int32, np.int64), (1,))
-            check_rows(name, array, len(slots))
-            if len(array) and not 0 <= int(array.min()) <= int(array.max()) <= INT32_MAX:
-                raise InputError(f"{name}: expected 0 to {INT32_MAX}, got {array.min()} to {array.max()}")
-            arrays[name] = array
-        for index, name in enumerate(COUNTS):
-            if name not in arrays:
-                continue
-            differs = self._counts[index, slots] != arrays[name]
-            if np.count_nonzero(differs):
-                changed = slots[differs]
-                self._counts[index, changed] = arrays[name][differs]
-                self._changed[changed] |= np.uint8(1 << index)
-                self._waiting[changed] = self.waiting = True
+        changed = slots[self._counts.set(slots, counts)]
+        if len(changed):
+            self._waiting[changed] = self.waiting = True
 
     def _slots_of(self, handles: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots of live handles, int64 `[n]`; HandleError if one is not live."""
@@ -199,50 +193,69 @@ class HostColumns:
     def _live(self, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
         generations = self._slots.generations
         slots = np.minimum(handles & SLOT_MASK, len(generations) - 1)
-        return (generations[slots] << L.SLOT_BITS | slots) == handles
+        return ((generations[slots] << L.SLOT_BITS | slots) == handles) & self._here[slots]
 
     # --- what rows take ---------------------------------------------------------------------------
 
     def opening(self, slot: int) -> dict[str, Any]:
         """Counts and details as the fields of an opening record, which tells them."""
-        self._changed[slot] = 0
-        counts = self._counts[:, slot].tolist()
-        fields: dict[str, Any] = dict(zip(COUNTS, counts, strict=True)) if any(counts) else {}
+        fields = self._counts.opening(slot)
         kept = self._kept[slot]
         if kept is not None and kept.details is not None:
             fields["cached_tokens_details"] = kept.details
             kept.details_told = True
         return fields
 
-    def take(self, packed: PackedStep, slots: NDArray[np.int32], *, scores: bool) -> dict[int, dict[str, Any]]:
+    def take(
+        self, packed: PackedStep, slots: NDArray[np.int32], room: int, *, scores: bool
+    ) -> dict[int, dict[str, Any]]:
         """By row what the rows of a step carry, as fields of RowExtras; it counts as told from now on.
 
-        To be called after the openings of the step were made. `scores`: the batch returns logprobs.
+        To be called after the openings of the step were made. `room`: bytes that they leave; what does not fit
+        waits for a later row, so final rows come first. `scores`: the batch returns logprobs.
         """
         if not self.waiting:
             return {}
         rows = np.flatnonzero(self._waiting[slots])
+        last = (packed.column(L.R_FLAGS)[rows] & L.ROW_FINAL) != 0
+        rows = np.concatenate([rows[last], rows[~last]])
         columns = [packed.column(f)[rows].tolist() for f in (L.R_TOKEN_START, L.R_VISIBLE_LEN, L.R_FLAGS)]
-        taken = {}
+        left, taken = Room(room), {}
         for row, slot, start, end, flags in zip(rows.tolist(), slots[rows].tolist(), *columns, strict=True):
-            kept, changed = self._kept[slot], int(self._changed[slot])
-            fields: dict[str, Any] = {}
-            if kept is not None:
-                fields = kept.take(start, end, final=bool(flags & L.ROW_FINAL), scores=scores, whole=self._whole)
-            if changed:
-                fields["counts"] = {n: int(self._counts[i, slot]) for i, n in enumerate(COUNTS) if changed >> i & 1}
-            self._changed[slot] = 0
-            self._waiting[slot] = kept is not None and kept.waits()
+            fields = self._take_row(slot, start, end, left, final=bool(flags & L.ROW_FINAL), scores=scores)
             if fields:
                 taken[row] = fields
-        if taken:
+        if len(rows):
             self.waiting = bool(self._waiting.any())
         return taken
 
-    def returned(self, handles: NDArray[np.int64], control: NDArray[np.int32] | None) -> list[Returned]:
-        """Columns that requests of this batch asked for, those aside that `control` skips."""
-        live = self._live(handles)
-        if control is not None:
-            live &= (control[L.CONTROL_FLAGS_ROW] & L.CONTROL_SKIP) == 0
-        bits = int(np.bitwise_or.reduce(self._asked[handles[live] & SLOT_MASK], initial=0))
+    def _take_row(self, slot: int, start: int, end: int, room: Room, *, final: bool, scores: bool) -> dict[str, Any]:
+        kept = self._kept[slot]
+        fields: dict[str, Any] = {}
+        lost = False
+        has_room = room.fits(ROW_BYTES)
+        if not has_room:
+            room.left = -1  # nothing else fits either
+        if kept is not None:
+            fields, lost = kept.take(start, end, room, final=final, scores=scores, whole=self._whole)
+        untold = bool(self._counts.changed[slot])
+        if untold and has_room:
+            fields["counts"] = self._counts.take(slot)
+            untold = False
+        self.dropped += lost or (final and untold)
+        self._waiting[slot] = untold or (kept is not None and kept.waits())
+        return fields
+
+    def returned(self, handles: NDArray[np.int64] | None, control: NDArray[np.int32] | None) -> list[Returned]:
+        """Columns that requests of this batch asked for, those aside that `control` skips.
+
+        `handles` is None if nobody knows who is in the batch: then those that any live request asked for.
+        """
+        if handles is None:
+            bits = int(np.bitwise_or.reduce(self._asked))
+        else:
+            live = self._live(handles)
+            if control is not None:
+                live &= (control[L.CONTROL_FLAGS_ROW] & L.CONTROL_SKIP) == 0
+            bits = int(np.bitwise_or.reduce(self._asked[handles[live] & SLOT_MASK], initial=0))
         return [name for i, name in enumerate(RETURNED) if bits >> i & 1]

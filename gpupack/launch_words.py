@@ -29,7 +29,13 @@ class LaunchWriter:
         self._ones = runtime.zeros(config.batch_capacity, torch.int32).add_(1)
 
     def write(
-        self, buffer: RingBuffer, handles: Any, inputs: StepInputs, control: NDArray[np.int32] | None, mode: int
+        self,
+        buffer: RingBuffer,
+        handles: Any,
+        inputs: StepInputs,
+        control: NDArray[np.int32] | None,
+        mode: int,
+        number: int,
     ) -> list[Tensor | None]:
         """Write a launch; the inputs in the order of `layout.LAUNCH_INPUTS`, where the kernel can read them.
 
@@ -48,6 +54,7 @@ class LaunchWriter:
             check_control(control)
         taken = self._taken(buffer, handles, inputs, batch)
         self._write_words(buffer.control, batch, mode, taken, control)
+        buffer.control[L.LAUNCH_NUMBER] = number
         buffer.addresses[:] = [0 if array is None else array.data_ptr() for array in taken]
         return taken
 

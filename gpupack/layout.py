@@ -269,6 +269,7 @@ LAUNCH_FIELDS = {
     "top_stride": "the same for top logprobs",
     "top_idx_stride": "the same for their ids",
     "ids_stride": "the same for token-ids logprobs",
+    "number": "the launch that this was written for; -1: any",
 }
 (
     LAUNCH_BATCH,
@@ -285,7 +286,8 @@ LAUNCH_FIELDS = {
     LAUNCH_TOP_STRIDE,
     LAUNCH_TOP_IDX_STRIDE,
     LAUNCH_IDS_STRIDE,
-) = range(14)
+    LAUNCH_NUMBER,
+) = range(15)
 
 # Behind them the addresses of the inputs, 64 bits each: a launch has few arguments, whatever it takes in.
 LAUNCH_INPUTS = {
@@ -327,7 +329,10 @@ SCAN_COUNT_MASK = 0x3FF  # so a block has fewer than 1024 rows
 SCAN_HEADER = 2  # 64-bit words before the axes: launch number, place in the ring
 SCAN_LAUNCH, SCAN_RING = range(SCAN_HEADER)
 
-ERROR_INPUT = 1  # the header's error word: a length out of range (accept, cap, control), or logprobs lack
+# Bits of the header's error word.
+ERROR_INPUT = 1  # a length out of range (accept, cap, control), or logprobs lack
+ERROR_NUMBER = 2  # a launch ran that was not prepared
+ERROR_BATCH = 4  # the batch has more rows than the launch was made for
 
 # --- Gather: what the host says of one launch of gather_rows_kernel, in front of the row numbers -----
 

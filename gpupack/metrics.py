@@ -17,6 +17,7 @@ _SUMMED = {
     "held_rows": L.H_HELD,
     "finished": L.H_FINISHED,
 }
+_OWN = ("steps", "frames", "frame_bytes", "dropped_rows", "dropped_extras", "reopened")
 
 
 class Metrics:
@@ -28,6 +29,7 @@ class Metrics:
         self.frames = 0
         self.frame_bytes = 0
         self.dropped_rows = 0
+        self.dropped_extras = 0  # rows whose extras, or some of them, found no room in a frame
         self.reopened = 0
 
     def count_step(self, sent: PackedStep, taken: PackedStep) -> None:
@@ -48,5 +50,5 @@ class Metrics:
 
     def snapshot(self) -> dict[str, int]:
         """All counters by name, since the start."""
-        own = {name: getattr(self, name) for name in ("steps", "frames", "frame_bytes", "dropped_rows", "reopened")}
+        own = {name: getattr(self, name) for name in _OWN}
         return own | {name: int(self._sums[field]) for name, field in _SUMMED.items()}

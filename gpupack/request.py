@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.config import PackerConfig
 from gpupack.errors import InputError
+from gpupack.wire.side import MAX_NAME
 
 FinishReason = dict[str, Any]
 """`{type: stop, matched}`, `{type: length, length}` or `{type: abort, message, status_code, err_type}`."""
@@ -50,11 +51,16 @@ def _is_text(value: Any) -> bool:
 
 
 def is_reason(value: Any) -> bool:
-    """Whether a finish reason can travel: a dict of names to strings, numbers, booleans or None."""
+    """Whether a finish reason can travel: a dict of names to strings, numbers of 64 bits, booleans or None."""
     if not isinstance(value, dict) or not _is_text(value.get("type")):
         return False
-    scalar = (int, float, bool, type(None))
-    return all(_is_text(name) and (_is_text(entry) or type(entry) in scalar) for name, entry in value.items())
+    return all(_is_text(name) and (_is_text(entry) or _is_scalar(entry)) for name, entry in value.items())
+
+
+def _is_scalar(value: Any) -> bool:
+    if type(value) is int:
+        return -(2**63) <= value < 2**64
+    return type(value) in (float, bool, type(None))
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +137,9 @@ class Request:
         if self.http_worker_ipc is not None and not _is_text(self.http_worker_ipc):
             worker = self.http_worker_ipc
             raise InputError(f"http_worker_ipc of {self.rid}: expected a string for UTF-8, got {worker!r}")
+        for name, text in (("rid", self.rid), ("http_worker_ipc", self.http_worker_ipc or "")):
+            if len(text) > MAX_NAME:
+                raise InputError(f"{name}: expected at most {MAX_NAME} characters, got {len(text)}")
         self._check_sequences()
         if self.family_width and not self.return_logprob:
             raise InputError(f"return_logprob of {self.rid}: expected True with top or token-ids logprobs, got False")
@@ -217,7 +226,7 @@ class Resume:
     input_logprobs_sent: bool = False
     """A row has carried its input logprobs, which go once."""
     kept: Any = None
-    """What `OutputStreamer.attach` and `set_counts` were given and no row has taken; None: nothing."""
+    """What `OutputStreamer.attach` and `set_counts` were given, for the rows to come; None without a streamer."""
 
     def dropped(self) -> Resume:
         """The same request, its output dropped: it starts over (SPEC.md section 4, restart)."""

@@ -82,6 +82,7 @@ class RowSender:
         row_flags, side = self._side_records.build(packed, slots, ticket, carried)
         frame = self._encoder.encode(packed, step=launch, row_flags=row_flags, side=side, idle=not count)
         self._metrics.count_frame(len(frame))
+        self._metrics.dropped_extras = self._side_records.dropped
         report = SendReport(count, packed.header(L.H_TOKENS), len(frame), finished)
         try:
             self._sender.send(frame, peer_checked=True)

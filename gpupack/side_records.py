@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
+from gpupack.frame_room import SIDE_BYTES
 from gpupack.host_columns import HostColumns
 from gpupack.openings import Openings
 from gpupack.packed import PackedStep
 from gpupack.request import FinishReason, is_reason
 from gpupack.slots import SlotTable
 from gpupack.ticket import Ticket
+from gpupack.wire.encoder import frame_bytes
 from gpupack.wire.side import RowExtras, SideRecord, encode_side
 
 UNNAMED_END: FinishReason = {"type": "abort", "message": "Aborted", "status_code": 500, "err_type": "Aborted"}
@@ -27,12 +30,22 @@ Carried = tuple[RowFields, dict[str, Any]]
 
 
 class SideRecords:
-    """Opening records of first rows, extras of rows that have any, handles that ended, columns that are returned."""
+    """Opening records of first rows, extras of rows that have any, handles that ended, columns that are returned.
 
-    def __init__(self, slots: SlotTable, openings: Openings, columns: HostColumns) -> None:
+    Extras take what their frame leaves of `max_frame_bytes`; `dropped` counts the rows of which some were lost.
+    """
+
+    def __init__(self, slots: SlotTable, openings: Openings, columns: HostColumns, max_frame_bytes: int) -> None:
         self._slots = slots
         self._openings = openings
         self._columns = columns
+        self._max_frame_bytes = max_frame_bytes
+        self._unnamed = 0
+
+    @property
+    def dropped(self) -> int:
+        """Rows so far whose extras, or some of them, found no room in a frame."""
+        return self._columns.dropped + self._unnamed
 
     def build(
         self,
@@ -48,8 +61,8 @@ class SideRecords:
         openings, columns = self._openings, self._columns
         opening = openings.rows_to_open(slots)
         ended, dropped = openings.ended, openings.dropped
-        told = packed.header(L.H_FINISHED) or columns.waiting or columns.asking or carried is not None
-        if not (told or len(opening) or ended or dropped):
+        any_extras = packed.header(L.H_FINISHED) or columns.waiting or columns.asking or carried is not None
+        if not (any_extras or len(opening) or ended or dropped):
             return None, b""
         fields, parts = carried or ({}, {})
         reasons = self._reasons(packed, slots, ticket) if packed.header(L.H_FINISHED) else {}
@@ -57,14 +70,20 @@ class SideRecords:
         if len(opening):
             row_flags = np.zeros(packed.rows, np.int32)
             records = openings.open(opening, slots, packed.column(L.R_TOKEN_START), row_flags)
-        taken = columns.take(packed, slots, scores=packed.has_logprobs)
-        extras = _row_extras([by_row for by_row in (reasons, taken, fields) if by_row])
-        if columns.asking and ticket.handles is not None:
-            returned = columns.returned(ticket.handles, ticket.control)
-            parts = {**parts, "returned": returned} if returned else parts
-        if not (records or extras or ended or dropped or parts):
+        told = {"openings": records, "ended": ended, "dropped": dropped, **parts}
+        taken: RowFields = {}
+        if columns.waiting:
+            used = frame_bytes(packed, len(msgspec.msgpack.encode([told, reasons, fields])) + SIDE_BYTES)
+            taken = columns.take(packed, slots, self._max_frame_bytes - used, scores=packed.has_logprobs)
+        if columns.asking:
+            told["returned"] = columns.returned(ticket.handles, ticket.control)
+        if not (reasons or taken or fields or any(told.values())):
             return None, b""
-        side = encode_side(SideRecord(openings=records, extras=extras, ended=ended, dropped=dropped, **parts))
+        side = _encoded(told, reasons, taken, fields)
+        if len(side) > columns.room and frame_bytes(packed, len(side)) > self._max_frame_bytes:
+            # Only reasons can be so long; the requests end without them all the same.
+            self._unnamed += len(reasons.keys() | taken.keys())
+            side = _encoded(told, {row: {"finish": UNNAMED_END} for row in reasons}, fields)
         openings.ended, openings.dropped = [], []
         return row_flags, side
 
@@ -80,10 +99,11 @@ class SideRecords:
         return fields
 
 
-def _row_extras(sources: list[RowFields]) -> list[RowExtras]:
-    """The extras of all rows that have any, rows rising."""
+def _encoded(told: dict[str, Any], *sources: RowFields) -> bytes:
+    """The side record of `told` and of the extras of all rows that have any, rows rising."""
     joined: RowFields = {}
     for by_row in sources:
         for row, fields in by_row.items():
             joined[row] = {**joined.get(row, {}), **fields}
-    return [RowExtras(row=row, **joined[row]) for row in sorted(joined)]
+    extras = [RowExtras(row=row, **joined[row]) for row in sorted(joined)]
+    return encode_side(SideRecord(extras=extras, **told))

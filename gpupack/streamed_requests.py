@@ -12,6 +12,7 @@ from gpupack import layout as L
 from gpupack.checks import host_array
 from gpupack.control import Control
 from gpupack.errors import InputError
+from gpupack.frame_room import SIDE_BYTES, opening_bytes
 from gpupack.host_columns import HostColumns
 from gpupack.host_judged import HostJudged
 from gpupack.openings import Openings
@@ -19,12 +20,13 @@ from gpupack.packer import Packer
 from gpupack.request import FRESH, FinishReason, Request, Resume, is_reason
 from gpupack.stop_strings import StopStringJudge
 from gpupack.ticket import Ticket
+from gpupack.wire.encoder import largest_frame
 
 
 class StreamedRequests:
     """What a streamer knows of its requests by handle; the base of OutputStreamer, which sends their rows.
 
-    `sends` says that it has a sender: what only rows carry is kept for them.
+    `max_frame_bytes` is the sender's; None: there is none, and what only rows carry is not kept.
     """
 
     def __init__(
@@ -34,20 +36,28 @@ class StreamedRequests:
         *,
         whole_hidden_states: bool,
         disaggregated_decode: bool,
-        sends: bool,
+        max_frame_bytes: int | None,
     ) -> None:
         self.packer = packer
         self.judge = judge
-        self._sends = sends
+        self._max_frame_bytes = max_frame_bytes
         self._final = np.zeros(packer.config.capacity, np.bool_)  # slot: final row sent
         self._judged = HostJudged(packer)
         self._columns = HostColumns(
-            packer.slots, whole_hidden_states=whole_hidden_states, disaggregated_decode=disaggregated_decode
+            packer.slots,
+            whole_hidden_states=whole_hidden_states,
+            disaggregated_decode=disaggregated_decode,
+            room=0 if max_frame_bytes is None else self.room(packer.config.batch_capacity),
         )
         self._openings = Openings(packer.slots, self._columns)
 
     def admit(self, requests: Sequence[Request], resume: Sequence[Resume | None] | None = None) -> NDArray[np.int64]:
-        """Begin requests, int64 `[n]` handles; see Packer.admit. `resume` takes what `retract` gave."""
+        """Begin requests, int64 `[n]` handles; see Packer.admit. `resume` takes what `retract` gave.
+
+        InputError, too, for a request whose opening record no frame could take.
+        """
+        if self._max_frame_bytes is not None:
+            self._check_openings(requests)
         judges = self._judged.judges_of(requests, self.judge)
         handles = self.packer.admit(requests, resume)
         resumes = [entry or FRESH for entry in resume or [None] * len(requests)]
@@ -58,6 +68,22 @@ class StreamedRequests:
         self._final[slots] = False
         self._judged.admit(handles, requests, resumes, judges, self.judge)
         return handles
+
+    def room(self, rows: int) -> int:
+        """Bytes that a frame of so many rows, all as full as they can be, has for its side record; from 0."""
+        assert self._max_frame_bytes is not None, "asked with a sender only"
+        rows = min(rows, self.packer.config.batch_capacity)
+        largest = largest_frame(rows, self.packer.config.packed_shape)
+        return max(self._max_frame_bytes - largest - SIDE_BYTES, 0)
+
+    def _check_openings(self, requests: Sequence[Request]) -> None:
+        sizes = [opening_bytes(request) for request in requests]
+        room = self.room(1)
+        if sizes and max(sizes) > room:
+            largest = requests[sizes.index(max(sizes))]
+            raise InputError(
+                f"decoded_text of {largest.rid}: expected an opening record of at most {room} bytes, got {max(sizes)}"
+            )
 
     def retire(self, handles: Any) -> None:
         """End handles, int64 `[n]`: after their final row, or to drop requests without one."""
@@ -103,7 +129,7 @@ class StreamedRequests:
 
         Does nothing without a sender.
         """
-        if self._sends:
+        if self._max_frame_bytes is not None:
             self._columns.attach(handle, **columns)
 
     def set_counts(self, handles: Any, **counts: Any) -> None:
@@ -111,7 +137,7 @@ class StreamedRequests:
 
         Does nothing without a sender.
         """
-        if self._sends:
+        if self._max_frame_bytes is not None:
             self._columns.set_counts(handles, **counts)
 
     def _forget(self, handles: NDArray[np.int64], *, resumable: bool) -> list[Any]:

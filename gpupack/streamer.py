@@ -75,14 +75,14 @@ class OutputStreamer(StreamedRequests):
             judge,
             whole_hidden_states=whole_hidden_states,
             disaggregated_decode=disaggregated_decode,
-            sends=sender is not None,
+            max_frame_bytes=None if sender is None else sender.max_frame_bytes,
         )
         self.sender = sender
         self.gather = gather
         self.metrics = Metrics()
         self._rows: RowSender | None = None
         if sender is not None:
-            side_records = SideRecords(packer.slots, self._openings, self._columns)
+            side_records = SideRecords(packer.slots, self._openings, self._columns, sender.max_frame_bytes)
             log = log_time_stats if attn_tp_rank == 0 else None
             self._rows = RowSender(packer.slots, sender, side_records, self.metrics, self._final, log)
         self._calls, self._crash_after = 0, crash_after_stream_outputs()
@@ -201,7 +201,7 @@ class OutputStreamer(StreamedRequests):
             pooled_hidden_states,
             slots=self.packer.slots,
             gather=self.gather,
-            max_bytes=self.sender.max_frame_bytes,
+            room=self.room,
         )
         self._check_nothing_in_flight("stream_embeddings")
         unguarded = self.packer.config.policy.send_empty

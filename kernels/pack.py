@@ -49,6 +49,10 @@ def pack_kernel(
     control_ptr += place_in_ring * CONTROL_WORDS
     out_ptr += place_in_ring * OUT_WORDS
     batch = launch_word(control_ptr, C.LAUNCH_BATCH)
+    # A launch that was not prepared finds what an earlier one was told, and does nothing.
+    number = launch_word(control_ptr, C.LAUNCH_NUMBER)
+    stray = (number != -1) & (number != launch.to(tl.int32))
+    batch = tl.where(stray, 0, batch)
     mode = launch_word(control_ptr, C.LAUNCH_MODE)
     token_ring_ptr = arena_ptr + CAPACITY * C.STATE_WIDTH
     logprob_ring_ptr = token_ring_ptr + tl.full([], CAPACITY, tl.int64) * WINDOW
@@ -288,6 +292,8 @@ def pack_kernel(
         put_counts(out_ptr, lost, lost_below, C.H_STALE, C.H_LATE, C.H_EARLY)
         put_counts(out_ptr, kinds, kinds_below, C.H_HELD, C.H_FINISHED, C.H_CONVEYED)
         errors = (lost >> C.SCAN_ERROR) | tl.max(lost_below >> C.SCAN_ERROR, axis=0)
+        errors = errors | tl.where(stray, C.ERROR_NUMBER, 0)
+        errors = errors | tl.where(batch > tl.num_programs(0) * BLOCK, C.ERROR_BATCH, 0)
         tl.store(out_ptr + C.H_ERROR, errors)
         tl.store(scan_ptr + C.SCAN_LAUNCH, tl.where(launch == INT32_MAX, 1, launch + 1).to(tl.int64))
         tl.store(scan_ptr + C.SCAN_RING, tl.where(place_in_ring == RING - 1, 0, place_in_ring + 1))

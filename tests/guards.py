@@ -42,12 +42,12 @@ READ = "copy: NDArray[np.int32] = self.runtime.read(self.arena[start : start + w
 FETCH = """target = self.runtime.host(words, torch.int32)
     self.runtime.fetch(target, self.arena[start : start + words])
     copy = target.numpy()"""
-LAUNCH = """    with self.runtime.span("launch"):
+LAUNCH = """        with self.runtime.span("launch"):
+            self.enqueue(self._batch)
+        return self.commit()"""
+COMMIT_FIRST = """        step = self.commit()
         self.enqueue(self._batch)
-    return self.commit()"""
-COMMIT_FIRST = """    step = self.commit()
-    self.enqueue(self._batch)
-    return step"""
+        return step"""
 COPIED = """    copied = self._copy_expected(step) if self.ring.copies else {}
     step.committed(self.runtime.record(), copied)"""
 EVENT_FIRST = """    event = self.runtime.record()

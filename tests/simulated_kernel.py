@@ -69,6 +69,8 @@ class Launch:
         self.word = words[: L.LAUNCH_ADDRESSES].tolist()
         self.addresses = words[L.LAUNCH_ADDRESSES : L.LAUNCH_WORDS].view(np.int64).tolist()
         self.batch, self.mode = self.word[L.LAUNCH_BATCH], self.word[L.LAUNCH_MODE]
+        self.stray = self.word[L.LAUNCH_NUMBER] not in (-1, self.number)
+        self.batch *= not self.stray
         assert 0 <= self.batch <= self.k["CAPACITY"], f"the control block says batch = {self.batch}"
         self.asked = NO_CONTROL
         if self.word[L.LAUNCH_CONTROLLED]:
@@ -138,7 +140,9 @@ class Launch:
             k["BACKLOG_LIMIT"], k["FAMILY_LIMIT"], k["VOCAB_SIZE"], self.number,
         )  # fmt: skip
         out[L.H_BATCH] = self.batch
-        out[L.H_ERROR] = L.ERROR_INPUT if wrong.any() else 0
+        out[L.H_ERROR] = (
+            L.ERROR_INPUT * bool(wrong.any()) | L.ERROR_NUMBER * self.stray | L.ERROR_BATCH * (self.batch > self.rows)
+        )
         return out, self._spans(out, layout)
 
     def _spans(self, out: Words, layout: L.PackedLayout) -> list[tuple[int, int]]:

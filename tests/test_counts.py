@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from output_line import lines, scores
 
 from gpupack.cached_tokens import cached_tokens_details
@@ -11,7 +13,7 @@ from gpupack.columns import OutputColumns
 from gpupack.errors import HandleError, InputError
 from gpupack.host_columns import HostColumns
 from gpupack.request import Request
-from gpupack.wire.side import InputLogprobs
+from gpupack.wire.side import Array, InputLogprobs
 
 line = lines  # a fixture
 
@@ -153,7 +155,18 @@ BAD = {
     "indexer_topk: expected a request with return_indexer_topk": {"indexer_topk": np.zeros(1)},
     "customized_info: expected keys that are strings": {"customized_info": {3: [1]}},
     "customized_info.'p'.: expected a value that msgpack can carry": {"customized_info": {"p": [object()]}},
+    "customized_info.'p'.: .* got a msgpack extension of code 5": {
+        "customized_info": {"p": [msgspec.msgpack.Ext(5, b"x")]}
+    },
+    "customized_info.'p'.: .* got one that it cannot: MessagePack": {"customized_info": {"p": [msgspec.Raw(b"\xc1")]}},
+    "customized_info.'p'.: .* got one that it cannot: Input data was truncated": {
+        "customized_info": {"p": [msgspec.Raw(b"")]}
+    },
+    "customized_info.'p'.: .* expected a tensor on the CPU, got one on meta": {
+        "customized_info": {"p": [{"deep": [torch.zeros(2, device="meta")]}]}
+    },
     "time_stats: expected bytes, got str": {"time_stats": "text"},
+    "time_stats: expected at most 1048576 bytes, got 1048577": {"time_stats": bytes(2**20 + 1)},
     "cached_tokens_details: expected names with counts or texts": {"cached_tokens_details": {"device": [1]}},
 }
 
@@ -172,6 +185,11 @@ def test_what_a_request_did_not_ask_for_or_cannot_travel_is_refused(line, messag
     [
         ("hidden_states", ["text"], "hidden_states: expected arrays, lists or numbers, got str"),
         ("hidden_states", [np.zeros(2, np.complex64)], "array: expected one of bool"),
+        ("hidden_states", [True], "hidden_states: expected arrays, lists or numbers, got bool"),
+        ("hidden_states", [[msgspec.msgpack.Ext(5, b"x")]], "hidden_states: .* got a msgpack extension of code 5"),
+        ("hidden_states", [[torch.zeros(2, device="meta")]], "hidden_states: expected .* CPU, got one on meta"),
+        ("hidden_states", [Array("int8", [2], b"")], "hidden_states: expected 2 bytes for int8 .2., got 0"),
+        ("routed_experts", Array("int8", [-1, -1], b"0"), "routed_experts: expected an array, got"),
         ("routed_experts", [[1]], "array: expected a NumPy array or a torch tensor, got list"),
         ("input_logprobs", {"token_logprobs_val": [1.0]}, "as many values as ids, got 1 and -1"),
         ("input_logprobs", {"token_logprobs_val": "text"}, "input_logprobs: expected InputLogprobs, got"),
@@ -230,3 +248,45 @@ def test_a_prefill_step_of_a_speculative_engine_counts_nothing(line):
     handles = line.streamer.admit([Request("a"), Request("b")])
     assert OutputColumns.of(line.step(handles, [5], [], verify=False)).spec_verify_ct == [0]
     assert OutputColumns.of(line.step(handles, [5, 6], [7])).spec_verify_ct == [1, 1]
+
+
+def test_handles_that_were_never_given_are_refused(line):
+    line = line()
+    line.streamer.admit([Request("r")])
+    for handle in ((1 << 32) | 3, (1 << 32) | 99, -1):
+        with pytest.raises(HandleError, match="is not live"):
+            line.streamer.attach(handle, time_stats=b"x")
+        with pytest.raises(HandleError, match="is not live"):
+            line.streamer.set_counts(np.array([handle]), image_tokens=np.array([1]))
+
+
+def test_what_ends_before_its_row_leaves_nothing_waiting(line):
+    line = line()
+    a, b, c = line.streamer.admit([Request(name) for name in "abc"]).tolist()
+    line.streamer.attach(a, time_stats=b"x")
+    line.streamer.set_counts(np.array([b, c]), image_tokens=np.array([1, 2]))
+    columns = line.streamer._columns
+    line.streamer.retire(np.array([a, b]))
+    assert columns.waiting
+    line.streamer.retire(np.array([c]))
+    assert not columns.waiting
+
+
+def test_a_reason_with_numbers_of_more_than_64_bits_is_refused(line):
+    line = line()
+    handles = line.streamer.admit([Request("a"), Request("b")])
+    for number in (2**64, -(2**63) - 1):
+        with pytest.raises(InputError, match="reason: expected"):
+            line.streamer.abort(handles, {"type": "abort", "code": number})
+    reason = {"type": "abort", "most": 2**64 - 1, "least": -(2**63)}
+    line.streamer.send(line.streamer.abort(handles, reason))
+    assert [delta.finish_reason for delta in line.receive().deltas()] == [reason, reason]
+
+
+def test_names_longer_than_the_wire_takes_are_refused():
+    longest = Request("r" * 4096, http_worker_ipc="w" * 4096)
+    assert len(longest.rid) == 4096
+    with pytest.raises(InputError, match="rid: expected at most 4096 characters, got 4097"):
+        Request("r" * 4097)
+    with pytest.raises(InputError, match="http_worker_ipc: expected at most 4096 characters, got 4097"):
+        Request("r", http_worker_ipc="w" * 4097)

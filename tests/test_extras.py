@@ -206,6 +206,20 @@ def test_a_handle_that_ended_does_not_ask(line):
     assert OutputColumns.of(line.receive()).output_hidden_states is None
 
 
+def test_a_column_is_there_if_nobody_knows_who_is_in_the_batch(line):
+    line = line()
+    asks, other = line.streamer.admit([Request("asks", return_hidden_states=True), Request("other")]).tolist()
+    line.streamer.attach(asks, hidden_states=[state(1)])
+    for runs, expected in (([[1], [2]], [[state(1)], None]), ([[3]], [None])):
+        handles = np.array([asks, other][-len(runs) :])
+        ticket = line.packer.step(handles, np.array(runs))
+        ticket.handles = None  # as of handles on the device
+        line.streamer.send(ticket)
+        assert OutputColumns.of(line.receive()).output_hidden_states == expected
+    line.streamer.retire(np.array([asks]))
+    assert line.columns([other], [4]).output_hidden_states is None
+
+
 # --- Customized info --------------------------------------------------------------------------------
 
 

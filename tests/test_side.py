@@ -171,6 +171,10 @@ UNKNOWN = {
     "an extension": {"extras": [{"row": 0, "customized_info": {"p": [msgspec.msgpack.Ext(5, b"x")]}}]},
     "a time": {"extras": [{"row": 0, "customized_info": {"p": [msgspec.msgpack.Ext(-1, b"\xff" * 12)]}}]},
     "depth": {"extras": [{"row": 0, "customized_info": {"p": [msgspec.Raw(nested(100_000))]}}]},
+    "a long name": {"openings": [{"row": 0, "rid": "r" * 4097}]},
+    "a long name of a worker": {"openings": [{"row": 0, "rid": "r", "worker": "w" * 4097}]},
+    "many scored ids": {"openings": [{"row": 0, "rid": "r", "token_ids_logprob": [1] * 1025}]},
+    "long stats": {"extras": [{"row": 0, "time_stats": bytes(2**20 + 1)}]},
     "a key that no dict takes": {"extras": [{"row": 0, "customized_info": {"p": [msgspec.Raw(b"\x81\x80\x01")]}}]},
 }
 
@@ -186,3 +190,9 @@ def test_what_has_its_default_costs_no_bytes():
     assert msgspec.msgpack.decode(plain) == {"openings": [{"row": 0, "rid": "r"}]}
     assert msgspec.msgpack.decode(encode_side(SideRecord(extras=[RowExtras(row=3)]))) == {"extras": [{"row": 3}]}
     assert encode_side(SideRecord()) == b""
+
+
+def test_what_has_a_limit_travels_up_to_it():
+    opening = OpeningRecord(row=0, rid="\u00e9" * 4096, worker="w" * 4096, token_ids_logprob=[7] * 1024)
+    side = SideRecord(openings=[opening], extras=[RowExtras(row=0, time_stats=bytes(2**20))])
+    assert decode_side(encode_side(side)) == side

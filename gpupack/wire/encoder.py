@@ -36,6 +36,20 @@ def largest_frame(rows: int, shape: L.PackedShape) -> int:
     return plan_frame(Shape(rows, items, logprobs, True, 0, rows * shape.family_words, shape.spec_width)).size
 
 
+def frame_bytes(packed: PackedStep, side_bytes: int) -> int:
+    """Bytes of the frame of a packed step with a side record of `side_bytes`."""
+    return plan_frame(_shape_of(packed, side_bytes)).size
+
+
+def _shape_of(packed: PackedStep, side_bytes: int) -> Shape:
+    header = packed.header_words
+    logprobs = header[L.H_LOGPROBS] if packed.has_logprobs else None
+    final = header[L.H_FINISHED] != 0
+    return Shape(
+        header[L.H_ROWS], header[L.H_TOKENS], logprobs, final, side_bytes, header[L.H_FAMILIES], packed.spec_width
+    )
+
+
 class FrameEncoder:
     """Writes packed steps as frames into one buffer that it reuses.
 
@@ -94,11 +108,7 @@ class FrameEncoder:
             raise InputError(f"expected a step from 0 and no rows in an idle batch, got step {step}, {rows} rows")
         if row_flags is not None and row_flags.shape != (rows,):
             raise InputError(f"row_flags: expected shape {(rows,)}, got {row_flags.shape}")
-        logprobs = header[L.H_LOGPROBS] if packed.has_logprobs else None
-        final = header[L.H_FINISHED] != 0
-        shape = Shape(
-            rows, header[L.H_TOKENS], logprobs, final, len(side), header[L.H_FAMILIES], packed.spec_width
-        )  # fmt: skip
+        shape = _shape_of(packed, len(side))
         if shape != self._shape:
             self._arrange(shape)
         copy_sections(

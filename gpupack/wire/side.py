@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeAlias, get_args
 import msgspec
 
 from gpupack import layout as L
+from gpupack.config import MAX_FAMILY
 from gpupack.errors import SideRecordError
 from gpupack.wire.array import INT32_MAX, Array
 
@@ -14,6 +15,8 @@ __all__ = [
     "COUNTS",
     "FINISH_IN_EXTRAS",
     "INT32_MAX",
+    "MAX_NAME",
+    "MAX_TIME_STATS",
     "RETURNED",
     "Array",
     "CachedTokensDetails",
@@ -26,7 +29,11 @@ __all__ = [
     "decode_side",
     "encode_side",
     "finish_reason",
+    "no_extension",
 ]
+
+MAX_NAME = 4096  # characters of a request's name, or of its worker's
+MAX_TIME_STATS = 1 << 20  # bytes
 
 FinishReason: TypeAlias = dict[str, str | int | float | bool | None]
 
@@ -40,6 +47,9 @@ CachedTokensDetails: TypeAlias = dict[str, int | str]
 HiddenState: TypeAlias = Array | list[Any] | int | float | None  # of one output token; the first may hold the prompt's
 # Of one request: dense, of one vector or of several; sparse, by index; a single score.
 Embedding: TypeAlias = float | int | list[float | int | list[float | int]] | dict[RowIndex, float | int]
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+ScoredIds: TypeAlias = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_FAMILY)]
+TimeStats: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_TIME_STATS)]
 PromptTail: TypeAlias = Annotated[list[TokenId], msgspec.Meta(max_length=5)]
 Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=1 << L.SLOT_BITS, le=2**63 - 1)]
 
@@ -72,8 +82,8 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """
 
     row: RowIndex
-    rid: str
-    worker: str | None = None
+    rid: Name
+    worker: Name | None = None
     decoded_text: str = ""
     prompt_tail: PromptTail = []
     skip_special_tokens: bool = True
@@ -86,7 +96,7 @@ class OpeningRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     restarts: Count = 0
     return_logprob: bool = False
     top_logprobs_num: Count = 0
-    token_ids_logprob: list[TokenId] = []
+    token_ids_logprob: ScoredIds = []
     return_hidden_states: bool = False
     reasoning_tokens: Count = 0
     retraction_counts: Count = 0
@@ -112,7 +122,7 @@ class RowExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     routed_experts: Array | None = None
     indexer_topk: Array | None = None
     customized_info: dict[str, list[Any] | None] | None = None  # by key, the values of the delta's tokens
-    time_stats: bytes | None = None  # opaque: encoded by the scheduler, never looked at here
+    time_stats: TimeStats | None = None  # opaque: encoded by the scheduler, never looked at here
     cached_tokens_details: CachedTokensDetails | None = None
     counts: dict[CountName, Count] | None = None  # newest values of those that changed
     embedding: Embedding | None = None  # where the frame has no `embeddings`
@@ -139,11 +149,12 @@ _EMPTY = SideRecord()
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _no_extension(code: int, data: memoryview) -> NoReturn:
+def no_extension(code: int, data: memoryview) -> NoReturn:
+    """The hook of every decoder of side records: ValueError, which says that extensions do not travel."""
     raise ValueError(f"expected plain values, got a msgpack extension of code {code}")
 
 
-_decoder = msgspec.msgpack.Decoder(SideRecord, ext_hook=_no_extension)
+_decoder = msgspec.msgpack.Decoder(SideRecord, ext_hook=no_extension)
 
 
 def encode_side(side: SideRecord | None) -> bytes:

@@ -176,3 +176,31 @@ def test_control_that_does_not_fit_a_length_is_an_error_of_the_step(asked: str) 
     ticket = packer.step(handles, np.zeros(2, np.int64), control=control)
     with pytest.raises(StepFailedError, match="a length in control out of range"):
         ticket.wait()
+
+
+@pytest.mark.parametrize("stray", [1, 2, 3])
+def test_a_launch_that_nobody_prepared_does_nothing_and_is_noticed(stray: int) -> None:
+    from gpupack.errors import StepFailedError
+
+    packer = harness(16).make(PackerConfig(50, capacity=4, window=8))
+    handles = packer.admit([Request("a"), Request("b")])
+    packer.step(handles, np.array([3, 4])).wait().release()
+    before = packer.backend.arena.clone()
+    for _ in range(stray):
+        packer.enqueue()
+    assert (packer.backend.arena == before).all()
+    ticket = packer.step(handles, np.array([5, 6]))
+    with pytest.raises(StepFailedError, match="a launch ran without prepare_launch"):
+        ticket.wait()
+
+
+def test_a_launch_that_is_too_small_for_its_batch_is_an_error_of_the_step() -> None:
+    from gpupack.errors import StepFailedError
+
+    packer = harness(2).make(PackerConfig(50, capacity=8, window=8))
+    handles = packer.admit([Request(f"r{i}") for i in range(5)])
+    packer.prepare_launch(handles, np.arange(5))
+    packer.enqueue(4)
+    ticket = packer.commit_launch()
+    with pytest.raises(StepFailedError, match="more rows than the launch was made for"):
+        ticket.wait()
