@@ -212,9 +212,7 @@ class StreamTable:
             requests.suspend(handle)
         return Applied(records, tuple(rid for rid in dropped if requests.standing(rid) is None), score_ids)
 
-    def _note_rows(
-        self, frame: Frame, changes: Changes, records: NDArray[np.object_] | None, *, same: bool
-    ) -> None:
+    def _note_rows(self, frame: Frame, changes: Changes, records: NDArray[np.object_] | None, *, same: bool) -> None:
         """Remember the rows of a frame that changed nothing but how far its requests are; None: it did."""
         if records is None or not frame.rows:
             self.known = None
