@@ -22,7 +22,7 @@ SGLANG_MODELS := .sglang-models
 SGLANG_SETUP := ../shared/sglang_cpu
 SGLANG_STAMPS := $(SGLANG_VERSIONS:%=$(SGLANG_VENV)%/.installed)
 
-.PHONY: demo test lint bench device-check check-compiled check-compiled-full test-sglang test-sglang-full test-engine test-engine-full clean
+.PHONY: demo test lint bench device-check check-compiled check-compiled-full test-sglang test-sglang-full test-engine test-engine-full bench-engine clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -89,6 +89,10 @@ test-engine-full:
 device-check:
 	if $(PYTHON) -c 'import torch, triton' 2>/dev/null; then $(PYTHON) bench/device_check.py; \
 	else $(MAKE) $(STAMP) && $(BIN)/python bench/device_check.py; fi
+
+# What the output of a real engine costs with the plugin and without, in turns.
+bench-engine: $(SGLANG_STAMPS)
+	PYTHONPATH=$(SGLANG_SETUP) $(SGLANG_VENV)0.5.23/bin/python bench/bench_engine.py --model $(CURDIR)/$(SGLANG_MODELS)/nano
 
 # Peers whose environment cannot be made here are left out, and said so.
 bench: $(STAMP) $(if $(wildcard $(SGLANG_SETUP)),$(SGLANG_STAMPS))

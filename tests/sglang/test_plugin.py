@@ -1,0 +1,114 @@
+"""The plugin's streamer in the engine's place: each message compared with the engine's own, at the streamer."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from life import Life
+from real import NEWER, VERSION, RealStreamer, Setting, output_streamer
+
+from gpupack.sglang.host_streamer import streamer_class
+from gpupack.sglang.settings import Settings
+from gpupack.sglang.shadow import differences
+from gpupack.sglang.versions import VERSIONS
+
+STEPS = int(os.environ.get("GPUPACK_SGLANG_STEPS", "500"))
+LIFE = 250  # steps
+SETTINGS = [
+    Setting("plain"),
+    Setting("speculative", speculative=True, stream_interval=4),
+    Setting("no logprobs", logprobs=False, stream_interval=2, storage_tier="none"),
+    Setting("decode server", decode_server=True, stream_interval=3, dp_rank=2, storage_tier="DiskBackend"),
+]
+
+
+def plugged(setting, **settings):
+    """The package's streamer with the plugin's class in its place."""
+    base = output_streamer.SchedulerOutputStreamer
+    kind = streamer_class(base, VERSIONS[VERSION], Settings(active=True, **{"verify": True, **settings}))
+    return RealStreamer(setting, kind=kind)
+
+
+WIRES = ["compatible", "native", "native, only what frames carry"]
+
+
+def live(life, streamer, steps, uncovered=0.0, bare=False):
+    """Some steps of a life; this part of the requests is left to the engine; `bare`: no columns of the host's own."""
+    messages = []
+    for _ in range(steps):
+        step = life.step()
+        for req in step.reqs:
+            if req.rid not in life.seen:
+                life.seen.add(req.rid)
+                if life.rng.random() < uncovered:
+                    req.input_embeds = [[0.0]]
+                if bare:
+                    req.return_hidden_states = req.return_routed_experts = req.return_indexer_topk = False
+            if bare:
+                req.customized_info = None
+        messages.append(streamer.stream(step.reqs, step.return_logprob, step.skip, idle=step.idle))
+    return messages
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("uncovered", [0.0, 0.1], ids=["covered", "some uncovered"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_message_is_the_engines(setting, uncovered, wire, words):
+    lives = max(STEPS // len(SETTINGS) // LIFE, 1)
+    for number in range(lives):
+        streamer = plugged(setting, wire=wire.partition(",")[0])
+        life = Life(np.random.default_rng([SETTINGS.index(setting), number]), setting, words, f"{setting.name}.")
+        life.seen = set()
+        live(life, streamer, LIFE, uncovered, bare=wire == WIRES[2])
+        stats = streamer.streamer.gpupack.stats.snapshot()
+        assert stats["differences"] == 0
+        assert stats["verified"] == stats["steps"] > 20
+        assert stats["steps"] + sum(stats["fallbacks"].values()) == LIFE
+        assert set(stats["fallbacks"]) == ({"input embeddings"} if uncovered else set())
+        assert (stats["frames"] > 0) == (NEWER and wire != "compatible")
+        assert wire != WIRES[2] or set(stats["unframed"]) <= {"logprobs of tokens that went as a message"}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_two_lives_alike_one_on_the_engine_alone(setting, words):
+    """Without the shadow, which moves the requests' own cursors: here a batch finds what the one before left."""
+    messages = []
+    for streamer in (RealStreamer(setting), plugged(setting, verify=False)):
+        life = Life(np.random.default_rng([9, SETTINGS.index(setting)]), setting, words, "alike.")
+        life.seen = set()
+        messages.append(live(life, streamer, 2 * LIFE, uncovered=0.1))
+    assert set(streamer.streamer.gpupack.stats.fallbacks) == {"input embeddings"}
+    for engine, ours in zip(*messages, strict=True):
+        found = [name for name, _, _ in differences(engine, ours)]
+        assert found in ([], ["time_stats"])  # the clock's, not ours
+
+
+def test_slots_end_with_their_requests(words):
+    setting = Setting("plain")
+    streamer = plugged(setting)
+    life = Life(np.random.default_rng(7), setting, words, "slots.")
+    life.seen = set()
+    live(life, streamer, LIFE)
+    roster = streamer.streamer.gpupack.roster
+    del life
+    streamer.stream([], False, idle=True)
+    assert len(roster) == 0
+
+
+def test_a_custom_streamer_is_left_alone(words):
+    class Custom(output_streamer.SchedulerOutputStreamer):
+        pass
+
+    kind = streamer_class(Custom, VERSIONS[VERSION], Settings(active=True), custom=True)
+    streamer = RealStreamer(Setting("plain"), kind=kind)
+    life = Life(np.random.default_rng(8), Setting("plain"), words, "custom.")
+    life.seen = set()
+    live(life, streamer, 50)
+    assert streamer.streamer.gpupack.stats.snapshot()["fallbacks"] == {"custom streamer": 50}
+
+
+def test_the_preset_is_the_versions():
+    assert VERSIONS[VERSION].policy.stream_rule == ("unsent" if NEWER else "modulo")
