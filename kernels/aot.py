@@ -85,8 +85,9 @@ def variants() -> Iterator[Variant]:
         for max_accept in MAX_REGISTERS:
             for channels in CHANNELS:
                 yield Variant(target, channels, max_accept, "default")
-            yield Variant(target, "all", max_accept, "0.5.16")
-            yield Variant(target, "all", max_accept, "0.5.23")
+            if target == "sm_90":
+                yield Variant(target, "all", max_accept, "0.5.16")
+                yield Variant(target, "all", max_accept, "0.5.23")
 
 
 def compile_variant(variant: Variant) -> Any:
