@@ -1,6 +1,6 @@
 """The compiled kernel on random lives under random schedules: equal to the CPU backend, no race, no overrun.
 
-`GPUPACK_BATCHES` is the number of batches over all cases and architectures; from 540 on it is also
+`GPUPACK_BATCHES` is the number of batches over all cases and architectures; from 810 on it is also
 checked that the lives met every kind of row.
 """
 
