@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.config import PackerConfig
 from gpupack.errors import InputError
-from gpupack.wire.side import MAX_NAME
 
 FinishReason = dict[str, Any]
 """`{type: stop, matched}`, `{type: length, length}` or `{type: abort, message, status_code, err_type}`."""
@@ -33,6 +32,7 @@ FLAGS = (
 )
 NUMBERS = ("max_new_tokens", "stream_interval", "cached_tokens", "top_logprobs_num", "prompt_tokens")
 _flags_of, _numbers_of = attrgetter(*FLAGS), attrgetter(*NUMBERS)
+MAX_NAME = 4096  # characters of a request's name, or of its worker's
 PROMPT_TAIL = 5  # prompt tokens that go with the first row, for the detokenizer's context (SPEC.md section 3)
 NO_LIMIT = 2**31 - 1
 

@@ -9,13 +9,13 @@ import msgspec
 from gpupack import layout as L
 from gpupack.config import MAX_FAMILY
 from gpupack.errors import SideRecordError
+from gpupack.request import MAX_NAME
 from gpupack.wire.array import INT32_MAX, Array
 
 __all__ = [
     "COUNTS",
     "FINISH_IN_EXTRAS",
     "INT32_MAX",
-    "MAX_NAME",
     "MAX_TIME_STATS",
     "RETURNED",
     "Array",
@@ -32,7 +32,6 @@ __all__ = [
     "no_extension",
 ]
 
-MAX_NAME = 4096  # characters of a request's name, or of its worker's
 MAX_TIME_STATS = 1 << 20  # bytes
 
 FinishReason: TypeAlias = dict[str, str | int | float | bool | None]
