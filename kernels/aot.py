@@ -36,9 +36,9 @@ POLICIES = {
 }
 POINTERS = {"scan_ptr": "*i64"}  # all others are int32
 # Registers a thread, by max_accept; more with the loops that move records, of which few are in use at a time.
-MAX_REGISTERS = {1: 128, 4: 208}
+MAX_REGISTERS = {1: 144, 4: 208}
 MAX_RECORD_REGISTERS = 264
-MAX_SPILLS = 32  # bytes, on CUDA: ptxas keeps one variant below 128 registers at that price
+MAX_SPILLS = 32  # bytes, on CUDA: ptxas keeps a few variants below a limit of its own at that price
 CHANNELS: dict[str, dict[str, Any]] = {
     "tokens": {"logprobs": False},
     "logprobs": {},

@@ -30,6 +30,6 @@ def test_fits_its_limits(variant: aot.Variant) -> None:
 @pytest.mark.skipif(not CURRENT, reason="the limits are those of the current Triton")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("max_accept", [16, MAX_DEVICE_ACCEPT])
-def test_long_runs_do_not_spill(target: str, max_accept: int) -> None:
+def test_long_runs_spill_next_to_nothing(target: str, max_accept: int) -> None:
     taken = aot.resources(aot.Variant(target, "logprobs", max_accept, "default"))
-    assert taken.spills == taken.local == 0
+    assert taken.spills <= aot.MAX_SPILLS
