@@ -124,7 +124,7 @@ class SchedulerWorker(Worker):
             if select([self.acks], [], [], 0)[0]:  # left there, they would fill the pipe and stop the receiver
                 taken += len(self.acks.recv(steps))
             if due > monotonic_ns():
-                time.sleep((due - monotonic_ns()) / NS)
+                time.sleep(max(due - monotonic_ns(), 0) / NS)
             starts.append(monotonic_ns())
             self.path.run(step)
         took = monotonic_ns() - first
