@@ -53,7 +53,7 @@ MUTATIONS = {
     "sums polled relaxed": Mutation('sem="acquire"', 'sem="relaxed"', RaceError, 2),
     "nobody waits": Mutation("mask & ((word >> 32) != launch)", "mask & (word < 0)", RaceError),
     "waits for itself": Mutation("offs < block\n    pointer", "offs <= block + 1\n    pointer", DeadlockError),
-    "launch number stays": Mutation("1, launch + 1)", "1, launch)", StepFailedError),
+    "launch number stays": Mutation("1, launch + 1)", "1, launch)", (StepFailedError, RaceError)),
     "handles without a mask": Mutation("offs_row, mask=mask_row, other=C.PADDING_HANDLE)", "offs_row)", WRONG),
     "slots without a bound": Mutation("(handle >= 0) & (slot < CAPACITY)", "handle >= 0", MemoryFault),
     "run without a mask": Mutation("ids_ptr + offs, mask=mask_run, other=0)", "ids_ptr + offs)", MemoryFault),
