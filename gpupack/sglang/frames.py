@@ -50,6 +50,7 @@ class FrameMaker:
         self._spec = not streamer.spec_algorithm.is_none()
         self._decode_server = streamer.disaggregation_mode.name == "DECODE"
         self._open = np.zeros(0, np.int32)  # by slot: the generation that is open at the receiver, 0: none
+        self._begin = np.zeros(0, np.int32)  # by slot: the first token that has been on the stream since it opened
         self._reasoning = np.zeros(0, np.int64)
         self._step = 0
 
@@ -64,6 +65,8 @@ class FrameMaker:
             made = encode_frame(frame)
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, WireError) as error:
             raise CannotTravel(f"values that a frame cannot carry ({type(error).__name__})") from None
+        opening = self._opening_rows(slots)
+        self._begin[slots[opening]] = rows[C.TOKEN_BEGIN, opening]
         self._open[slots] = frame.generation
         self._open[slots[final]] = 0
         self._reasoning[slots] = [req.reasoning_tokens for req in reqs]
@@ -86,8 +89,8 @@ class FrameMaker:
         flags = np.zeros(len(reqs), np.int32)
         flags[opening] = L.ROW_OPENING
         flags[final] |= FINAL
-        if batch.return_logprob and (rows[C.LOGPROB_BEGIN, opening] < rows[C.TOKEN_BEGIN, opening]).any():
-            _check_backlog(reqs, rows, opening)
+        if batch.return_logprob:
+            _check_backlog(rows, self._begins(rows, opening))
         tokens, scores = token_items(ids, batch.lens[rows[C.BATCH_INDEX]], rows), None
         if batch.return_logprob:
             scores = logprob_items(reqs, rows, self._roster.widths[slots])
@@ -113,6 +116,12 @@ class FrameMaker:
             spec=spec_counters(reqs) if self._spec and reqs else None,
             side=SideRecord(openings=openings, extras=[RowExtras(row=row, **extras[row]) for row in sorted(extras)]),
         )
+
+    def _begins(self, rows: NDArray[np.int32], opening: list[int]) -> NDArray[np.int32]:
+        """The first token of each row's request that has been on this stream, or comes with this frame."""
+        begins: NDArray[np.int32] = self._begin[rows[C.SLOT]]
+        begins[opening] = rows[C.TOKEN_BEGIN, opening]
+        return begins
 
     def _opening_rows(self, slots: NDArray[np.int32]) -> list[int]:
         rows: list[int] = np.flatnonzero(self._open[slots] != self._roster.generation[slots]).tolist()
@@ -238,6 +247,7 @@ class FrameMaker:
         lacking = len(self._roster.generation) - len(self._open)
         if lacking:
             self._open = np.append(self._open, np.zeros(lacking, np.int32))
+            self._begin = np.append(self._begin, np.zeros(lacking, np.int32))
             self._reasoning = np.append(self._reasoning, np.zeros(lacking, np.int64))
 
 
@@ -245,11 +255,11 @@ _DETAILS = len(STATIC) + SETTLED.index("cached_tokens_details")
 _TIME_STATS = len(STATIC) + SETTLED.index("time_stats")
 
 
-def _check_backlog(reqs: list[Any], rows: NDArray[np.int32], opening: list[int]) -> None:
+def _check_backlog(rows: NDArray[np.int32], begins: NDArray[np.int32]) -> None:
     """The receiver knows a logprob's token by its place: it must have had the tokens on this stream."""
-    for row in opening:
-        if reqs[row].return_logprob and rows[C.LOGPROB_BEGIN, row] < rows[C.TOKEN_BEGIN, row]:
-            raise CannotTravel("logprobs of tokens that went as a message")
+    sent = rows[C.LOGPROB_END] > rows[C.LOGPROB_BEGIN]
+    if (sent & (rows[C.LOGPROB_BEGIN] < begins)).any():
+        raise CannotTravel("logprobs of tokens that went as a message")
 
 
 def _reason(req: Any) -> dict[str, Any]:
