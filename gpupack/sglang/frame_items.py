@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpupack import layout as L
 from gpupack.sglang import cursors as C
 
 Int32 = NDArray[np.int32]
@@ -84,6 +85,19 @@ def _records(parts: list[Any], top: int, ids: int) -> Int32:
 def _table(rows: list[list[list[Any]]], width: int, dtype: Any) -> NDArray[Any]:
     """Lists of `width` values as `[positions, width]`; ValueError if one is not as long."""
     return np.array(list(chain.from_iterable(chain.from_iterable(rows))), dtype).reshape(-1, width)
+
+
+def with_hidden(reqs: list[Any], rows: Int32, flags: Int32, tokens: Items, scores: Scores) -> Items:
+    """Tokens with the one, not output, of each row that has a logprob at length 0; their rows are flagged."""
+    hidden = np.flatnonzero((rows[C.TOKEN_END] == 0) & (np.diff(scores.indptr) == 1))
+    hidden = hidden[[bool(len(reqs[row].output_ids)) for row in hidden.tolist()]] if len(hidden) else hidden
+    if not len(hidden):
+        return tokens
+    flags[hidden] |= L.ROW_HIDDEN_TOKEN
+    lists = [tokens.items[a:b].tolist() for a, b in zip(tokens.indptr[:-1], tokens.indptr[1:], strict=True)]
+    for row in hidden.tolist():
+        lists[row] = [reqs[row].output_ids[0]]
+    return Items(_indptr(np.array(list(map(len, lists)))), np.array(list(chain.from_iterable(lists)), np.int32))
 
 
 def spec_counters(reqs: list[Any]) -> Int32:
