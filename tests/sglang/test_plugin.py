@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import numpy as np
 import pytest
 from life import Life
+from plugged import plugged
 from real import NEWER, VERSION, RealStreamer, Setting, output_streamer
 
-from gpupack.sglang.host_streamer import streamer_class
-from gpupack.sglang.settings import Settings
 from gpupack.sglang.shadow import differences
 from gpupack.sglang.versions import VERSIONS
 
@@ -22,13 +22,6 @@ SETTINGS = [
     Setting("no logprobs", logprobs=False, stream_interval=2, storage_tier="none"),
     Setting("decode server", decode_server=True, stream_interval=3, dp_rank=2, storage_tier="DiskBackend"),
 ]
-
-
-def plugged(setting, **settings):
-    """The package's streamer with the plugin's class in its place."""
-    base = output_streamer.SchedulerOutputStreamer
-    kind = streamer_class(base, VERSIONS[VERSION], Settings(active=True, **{"verify": True, **settings}))
-    return RealStreamer(setting, kind=kind)
 
 
 WIRES = ["compatible", "native", "native, only what frames carry"]
@@ -48,7 +41,8 @@ def live(life, streamer, steps, uncovered=0.0, bare=False):
                     req.return_hidden_states = req.return_routed_experts = req.return_indexer_topk = False
             if bare:
                 req.customized_info = None
-        messages.append(streamer.stream(step.reqs, step.return_logprob, step.skip, idle=step.idle))
+        message = streamer.stream(step.reqs, step.return_logprob, step.skip, idle=step.idle)
+        messages.append(pickle.loads(pickle.dumps(message)))  # its lists are the requests' own, which go on
     return messages
 
 
@@ -72,11 +66,12 @@ def test_every_message_is_the_engines(setting, uncovered, wire, words):
         assert wire != WIRES[2] or set(stats["unframed"]) <= {"logprobs of tokens that went as a message"}
 
 
+@pytest.mark.parametrize("wire", ["compatible", "native"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_two_lives_alike_one_on_the_engine_alone(setting, words):
+def test_two_lives_alike_one_on_the_engine_alone(setting, wire, words):
     """Without the shadow, which moves the requests' own cursors: here a batch finds what the one before left."""
     messages = []
-    for streamer in (RealStreamer(setting), plugged(setting, verify=False)):
+    for streamer in (RealStreamer(setting), plugged(setting, verify=False, wire=wire)):
         life = Life(np.random.default_rng([9, SETTINGS.index(setting)]), setting, words, "alike.")
         life.seen = set()
         messages.append(live(life, streamer, 2 * LIFE, uncovered=0.1))
@@ -102,8 +97,7 @@ def test_a_custom_streamer_is_left_alone(words):
     class Custom(output_streamer.SchedulerOutputStreamer):
         pass
 
-    kind = streamer_class(Custom, VERSIONS[VERSION], Settings(active=True), custom=True)
-    streamer = RealStreamer(Setting("plain"), kind=kind)
+    streamer = plugged(Setting("plain"), Custom, custom=True)
     life = Life(np.random.default_rng(8), Setting("plain"), words, "custom.")
     life.seen = set()
     live(life, streamer, 50)
