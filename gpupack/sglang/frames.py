@@ -76,10 +76,11 @@ class FrameMaker:
         flags = np.zeros(len(reqs), np.int32)
         flags[opening] = L.ROW_OPENING
         flags[final] |= FINAL
-        tokens = token_items(ids, batch.lens[rows[C.BATCH_INDEX]], rows)
+        packed = batch.packed
+        tokens = packed.tokens if packed else token_items(ids, batch.lens[rows[C.BATCH_INDEX]], rows)
         if batch.return_logprob:
             self._check_backlog(sending)
-            scores = logprob_items(reqs, rows, self._roster.widths[slots])
+            scores = packed.scores if packed else logprob_items(reqs, rows, self._roster.widths[slots])
             tokens = with_hidden(reqs, rows, flags, tokens, scores)
             frame = frame._replace(
                 logprob_indptr=scores.indptr,

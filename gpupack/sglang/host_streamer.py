@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from importlib import import_module, metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from gpupack.sglang.settings import Settings
 from gpupack.sglang.shadow import Shadow
 from gpupack.sglang.stats import Stats
 from gpupack.sglang.versions import STREAMERS, EngineVersion
+
+if TYPE_CHECKING:
+    from gpupack.sglang.device_backend import DeviceBackend
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +55,22 @@ class HostStreamer:
         self.wire = "compatible"
         self.stats = Stats("scheduler", settings.stats)
         self._outlet: Outlet | None = None
+        self.device: DeviceBackend | None = None
         if self._why_engine is None:
             try:
                 self._outlet = self._make_outlet(settings)
             except ConfigError as error:
                 self._why_engine = "unknown message"
                 logger.warning("gpupack: %s", error)
-        self.stats.labels.update(version=engine.version, wire=self.wire)
+        if settings.backend == "device" and self._why_engine is None:
+            from gpupack.sglang.device_backend import DeviceBackend  # compiles loops that others do not need
+
+            self.device = DeviceBackend(self.roster, self.stats)
+        self.stats.labels.update(version=engine.version, wire=self.wire, backend=settings.backend)
         self.stats.start(metrics=bool(getattr(streamer.server_args, "enable_metrics", False)))
         logger.info(
             "gpupack is active: version %s, sglang %s, backend %s, wire %s%s",
-            metadata.version("gpupack"), engine.version, settings.backend, self.wire,
+            metadata.version("gpupack"), engine.version, _backend_of(streamer, settings), self.wire,
             ", verifying" if settings.verify else "",
         )  # fmt: skip
 
@@ -94,6 +102,8 @@ class HostStreamer:
         batch = Batch(reqs, return_logprob, skip_req, self.roster)
         rows = self._decide(batch)
         batch.mark_final()
+        if self.device is not None:
+            batch.packed = self.device.items(batch, rows)
         made = None
         if rows.shape[1] or is_idle_batch:
             made = self._make(batch, rows)
@@ -131,6 +141,8 @@ class HostStreamer:
             self._streamer.engine_stream(reqs, return_logprob, skip_req, is_idle_batch)
             return
         slots = self.roster.slots_of(reqs)
+        if self.device is not None:
+            self.device.passed(reqs, slots)
         self._outlet.leave(slots)
         if self._shadow is not None:  # which has moved the requests' own cursors all the time
             self.stats.differences += self.roster.disagreeing(reqs, slots)
@@ -168,6 +180,13 @@ class HostStreamer:
             for i in batch.final:
                 self._streamer._maybe_log_time_stats(req=batch.reqs[i])
         return self._outlet.make(batch, rows, final)
+
+
+def _backend_of(streamer: Any, settings: Settings) -> str:
+    """The backend as the log names it: a device's packer may run on the CPU, where an engine does."""
+    if settings.backend != "device" or str(getattr(streamer.server_args, "device", "")).startswith("cuda"):
+        return settings.backend
+    return "device (cpu packer)"
 
 
 def streamer_class(base: type, engine: EngineVersion, settings: Settings, *, custom: bool = False) -> type:

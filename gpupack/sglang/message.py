@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
+from gpupack.sglang.device_lists import logprob_lists, token_lists
 from gpupack.sglang.payload import Payloads
 from gpupack.sglang.roster import KEPT, STATIC, Roster
 from gpupack.sglang.settled import Settle
@@ -71,12 +72,14 @@ class MessageMaker:
         columns["finished_reasons"] = reasons
         columns["reasoning_tokens"] = [req.reasoning_tokens for req in reqs]
         columns["completion_tokens"] = rows[C.TOKEN_END].tolist()
-        columns["output_ids"], columns["decode_ids"] = self._ids(reqs, ids, rows)
+        output = None if batch.packed is None else token_lists(batch.packed.tokens)
+        columns["output_ids"], columns["decode_ids"] = self._ids(reqs, ids, rows, output)
         for name in SPEC:
             columns[name] = [getattr(req, name) for req in reqs] if self._spec else []
         if batch.return_logprob:
             columns.update(_input_logprobs(reqs, sends=not self._decode_server))
-            columns.update(_output_logprobs(reqs, rows))
+            packed = batch.packed
+            columns.update(_output_logprobs(reqs, rows) if packed is None else logprob_lists(packed, reqs))
         columns.update(self._returned(reqs, batch.wanted))
         columns["customized_info"] = self._customized(reqs, rows, columns["output_ids"])
         columns["dp_ranks"] = [self._engine.dp_rank(self._streamer)] * len(reqs) or None
@@ -99,10 +102,16 @@ class MessageMaker:
         self._rows_kept = (key, kept)
         return kept
 
-    def _ids(self, reqs: list[Any], ids: list[Any], rows: NDArray[np.int32]) -> tuple[list[Any], list[Any]]:
-        """Output ids and decode ids: the same arrays but where a request's first row brings the prompt's tail."""
+    def _ids(
+        self, reqs: list[Any], ids: list[Any], rows: NDArray[np.int32], output: list[Any] | None
+    ) -> tuple[list[Any], list[Any]]:
+        """Output ids and decode ids: the same arrays but where a request's first row brings the prompt's tail.
+
+        `output`: output ids where they are known.
+        """
         begins, ends = rows[C.TOKEN_BEGIN].tolist(), rows[C.TOKEN_END].tolist()
-        output = [one[begin:end] for one, begin, end in zip(ids, begins, ends, strict=True)]
+        if output is None:
+            output = [one[begin:end] for one, begin, end in zip(ids, begins, ends, strict=True)]
         firsts = np.flatnonzero(rows[C.FIRST]).tolist()
         if not firsts:
             return output, output[:]

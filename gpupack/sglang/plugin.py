@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
 from multiprocessing import parent_process
@@ -28,9 +29,10 @@ def hook(installed: str, settings: Settings) -> None:
     if engine is None:
         _leave(f"sglang {installed} is not known (known: {', '.join(VERSIONS)})")
         return
-    if settings.backend == "device":
-        _leave("GPUPACK_BACKEND=device is not there yet")
-        return
+    if settings.backend == "device" and not engine.device:
+        settings = replace(settings, backend="host")
+        if parent_process() is None:
+            logger.warning("gpupack: GPUPACK_BACKEND=device is not for sglang %s; the backend is host", installed)
     if engine.module in sys.modules:  # elsewhere there is no scheduler, and importing it would cost seconds
         _hook_scheduler(engine, settings)
     if settings.wire == "native" and engine.plugins_in_detokenizer and _is_detokenizer():
@@ -59,6 +61,10 @@ def _hook_scheduler(engine: EngineVersion, settings: Settings) -> None:
 
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     known = import_module(STREAMERS).SchedulerOutputStreamer
+    if settings.backend == "device":
+        from gpupack.sglang.device_hooks import hook_device
+
+        hook_device()
     if engine.hook == "replace":
         hooks.HookRegistry.register(engine.target, streamer_class(known, engine, settings), hooks.HookType.REPLACE)
         return

@@ -22,7 +22,8 @@ class Settings:
         GPUPACK_SGLANG=1: the engine's output path is gpupack's.
     backend
         GPUPACK_BACKEND: "host", which is the default; "engine": every batch goes through the engine's own streamer,
-        counted and timed like the others, for comparisons; "device" is not there yet.
+        counted and timed like the others, for comparisons; "device": what rows carry comes from steps packed in
+        stream order, where an engine's version allows it; else "host".
     wire
         GPUPACK_WIRE: "compatible" (the default), the engine's own messages; "native", gpupack's frames.
     stats

@@ -25,6 +25,8 @@ class Stats:
         self.pack_ns = self.send_ns = self.engine_ns = 0
         self.frames = self.messages = 0
         self.unframed: dict[str, int] = {}
+        self.packed = 0
+        self.unpacked: dict[str, int] = {}
         self.verified = self.differences = 0
         self.fallbacks: dict[str, int] = {}
         self._exporter: Any = None
@@ -49,6 +51,11 @@ class Stats:
         self.unframed[why] = self.unframed.get(why, 0) + 1
         return self.unframed[why] == 1
 
+    def count_unpacked(self, why: str) -> bool:
+        """Add a batch of the device backend that was made of the engine's lists; true for the first of its reason."""
+        self.unpacked[why] = self.unpacked.get(why, 0) + 1
+        return self.unpacked[why] == 1
+
     def snapshot(self) -> dict[str, Any]:
         """All counters by name."""
         return {
@@ -62,6 +69,8 @@ class Stats:
             "frames": self.frames,
             "messages": self.messages,
             "unframed": dict(self.unframed),
+            "packed": self.packed,
+            "unpacked": dict(self.unpacked),
             "held": self.held,
             "pack_ms": round(self.pack_ns / 1e6, 3),
             "send_ms": round(self.send_ns / 1e6, 3),

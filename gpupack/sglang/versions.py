@@ -27,6 +27,8 @@ class EngineVersion:
         class itself ("replace").
     plugins_in_detokenizer
         Its detokenizer process loads plugins.
+    device
+        The device backend knows its scheduler.
     stream_interval, dp_rank, pp_size
         Of the server; functions of its streamer.
     weight_version
@@ -38,6 +40,7 @@ class EngineVersion:
     target: str
     hook: Literal["around", "replace"]
     plugins_in_detokenizer: bool
+    device: bool
     stream_interval: Callable[[Any], int]
     dp_rank: Callable[[Any], int | None]
     pp_size: Callable[[Any], int]
@@ -60,6 +63,7 @@ VERSIONS = {
         target="sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
         hook="around",
         plugins_in_detokenizer=True,
+        device=True,
         stream_interval=lambda streamer: _context().get_serving().stream_interval,
         dp_rank=lambda streamer: _context().get_parallel().dp_rank,
         pp_size=lambda streamer: _context().get_parallel().pp_size,
@@ -71,6 +75,7 @@ VERSIONS = {
         target="sglang.srt.managers.scheduler.SchedulerOutputStreamer",
         hook="replace",
         plugins_in_detokenizer=False,
+        device=False,
         stream_interval=lambda streamer: streamer.server_args.stream_interval,
         dp_rank=lambda streamer: streamer.ps.dp_rank,
         pp_size=lambda streamer: streamer.ps.pp_size,
