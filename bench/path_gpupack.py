@@ -121,7 +121,7 @@ class ReceiverPath:
     def receive(self) -> tuple[int, ...]:
         """Take a message that is there: a frame that passed all checks, then the deltas; ns from the start."""
         start = perf_counter_ns()
-        step = self.receiver.take(decode(self.socket.recv(copy=False).buffer))
+        step = self.receiver.take(decode(self.socket.recv(copy=False).buffer, known=self.receiver.known_rows))
         viewed = perf_counter_ns()
         self.deltas = step.deltas()
         return viewed - start, perf_counter_ns() - start

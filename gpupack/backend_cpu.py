@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,20 @@ _CAUSES = {
 
 
 @lru_cache(maxsize=256)
-def _dense_starts(batch: int, stride: int) -> NDArray[np.int64]:
+def _dense_starts(batch: int, stride: int) -> NDArray[np.int32]:
     """Where the items of each row of a dense `[batch, stride]` array start."""
-    return np.arange(batch, dtype=np.int64) * stride
+    if batch * stride >= 2**31:
+        raise InputError(f"handles: expected fewer than 2**31 items in an input, got {batch} rows of {stride}")
+    return np.arange(batch, dtype=np.int32) * np.int32(stride)
+
+
+class _Sized(NamedTuple):
+    """What of a step depends on the number of its rows alone."""
+
+    geometry: L.PackedLayout
+    places: tuple[int, ...]  # `compiled.PLACES`
+    ones: NDArray[np.int32]  # one token each
+    kinds: NDArray[np.int32]  # room for `loop_runs`
 
 
 class CpuBackend:
@@ -55,23 +66,26 @@ class CpuBackend:
         # Read once: a property at each step costs as much as a dozen rows.
         self._shape, self._spec_width = config.packed_shape, config.spec_width
         self._most_rows, self._max_accept = config.batch_capacity, config.max_accept
-        self._vocab_size = config.vocab_size
         self.arenas = HostArenas(config)
         self.buffer_words = self.layout(config.batch_capacity).size
         self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
-        self._policy, self._backlog_limit = config.policy.bits, config.backlog_limit
-        self._family_limit = config.family_limit
+        self._limits = np.zeros(5, np.int64)
+        self._limits[[check.LIMIT_POLICY, check.LIMIT_VOCAB]] = config.policy.bits, config.vocab_size
+        self._limits[[check.LIMIT_BACKLOG, check.LIMIT_FAMILIES]] = config.backlog_limit, config.family_limit
+        self._limits[check.LIMIT_CAP] = config.max_accept
         self._seen = np.zeros(config.capacity, np.int64)
+        self._kinds = np.empty(config.batch_capacity, np.int32)
         self._ones = np.ones(config.batch_capacity, np.int32)
+        self._sized: dict[int, _Sized] = {}  # by rows, at most one for each size of a batch
         self._launch = 0
         self._checks = 0  # marks a slot as seen in this batch; refused calls count here, not as launches
         self._optional = HostOptional(config, self.arenas) if config.family_width or config.speculative else None
         self._prepared: tuple[Any, StepInputs, NDArray[np.int32] | None, int] | None = None
-        self._pack = loop.pack_batch
+        self._step = loop.step_batch
         if self._optional is not None:
-            from gpupack.loop_with_optional import pack_batch_with_optional
+            from gpupack.loop_with_optional import step_batch_with_optional
 
-            self._pack = pack_batch_with_optional
+            self._step = step_batch_with_optional
 
     def install(self, slots: NDArray[np.int64], rows: NDArray[np.int32], resumes: Sequence[Resume]) -> None:
         """Begin handles; see HostArenas.install."""
@@ -163,9 +177,9 @@ class CpuBackend:
         handles: NDArray[np.int64],
         accept_lens: NDArray[np.int32] | None,
         token_ids: NDArray[Any],
-        token_starts: NDArray[np.int64],
+        token_starts: NDArray[np.int32],
         logprobs: NDArray[np.float32] | None,
-        logprob_starts: NDArray[np.int64] | None,
+        logprob_starts: NDArray[np.int32] | None,
         control: NDArray[np.int32] | None,
         mode: int,
         width: int | None = None,
@@ -179,33 +193,35 @@ class CpuBackend:
             control = NO_CONTROL
         elif control.shape[1] != batch:
             raise InputError(f"control: expected {batch} rows, one for each handle, got {control.shape[1]}")
+        sized = self._sized.get(batch) or self._size(batch)
         if accept_lens is None:
-            accept_lens = self._ones[:batch]
+            accept_lens = sized.ones
         scores = _NOTHING if logprobs is None else logprobs.view(np.int32)
         score_starts = token_starts if logprob_starts is None else logprob_starts
         max_accept = self._max_accept if width is None else min(width, self._max_accept)
-        self._checks += 1
-        cause, row = check.check_batch(
-            self.arenas.state, handles, accept_lens, control, self._seen, mode, max_accept, self._backlog_limit,
-            self._family_limit, logprobs is not None, self._checks, optional.top_width, optional.ids_width,
-            optional.block_accept_lens, optional.cap_lens, self._max_accept,
-        )  # fmt: skip
-        if cause != check.OK:
-            raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode, optional)
         if not self._free:
             raise BufferBusyError(f"step: all {self.config.buffers} packed steps are in use; release an earlier one")
         out = self._free.pop()
-        self._launch += 1
-        layout = self.layout(batch)
         arrays = None if self._optional is None else self._optional.arrays(optional)
-        self._pack(
-            self.arenas.state, self.arenas.token_ring, self.arenas.logprob_ring, arrays, handles, accept_lens,
-            token_ids, token_starts, scores, score_starts, control, out, layout.row_stride, layout.tokens,
-            layout.logprobs, layout.families, mode, self._policy, self._backlog_limit, self._family_limit,
-            self._vocab_size, self._launch,
+        arenas = self.arenas
+        self._checks += 1
+        cause, row = self._step(
+            arenas.state, arenas.token_ring, arenas.logprob_ring, arrays, handles, accept_lens, token_ids, token_starts,
+            scores, score_starts, control, out, sized.places, self._limits, mode, self._launch + 1, sized.kinds,
+            self._seen, self._checks, max_accept, logprobs is not None,
         )  # fmt: skip
+        if cause != check.OK:
+            self._free.append(out)
+            raise self._input_error(cause, row, handles, accept_lens, control, max_accept, mode, optional)
+        self._launch += 1
         with_logprobs = self._shape.logprobs and bool(mode & L.MODE_LOGPROBS or out[L.H_LOGPROBS])
-        return PackedStep(out, layout, with_logprobs, self._free.append, spec_width=self._spec_width)
+        return PackedStep(out, sized.geometry, with_logprobs, self._free.append, spec_width=self._spec_width)
+
+    def _size(self, batch: int) -> _Sized:
+        """Note down what steps of `batch` rows have in common."""
+        geometry = self.layout(batch)
+        sized = self._sized[batch] = _Sized(geometry, geometry[:4], self._ones[:batch], self._kinds[:batch])
+        return sized
 
     def layout(self, batch: int) -> L.PackedLayout:
         """Where the sections of a packed step of `batch` rows lie."""

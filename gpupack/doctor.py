@@ -62,7 +62,7 @@ def _interpreter() -> Finding:
 def _numba_cache() -> Finding:
     from gpupack import loop
 
-    folder = str(loop.pack_batch.stats.cache_path)
+    folder = str(loop.step_batch.stats.cache_path)
     if os.access(folder, os.W_OK):
         return Finding("numba cache", True, folder)
     return Finding("numba cache", False, f"{folder} cannot be written", "set NUMBA_CACHE_DIR to a folder that can")

@@ -12,51 +12,13 @@ from gpupack import layout as L
 from gpupack.backend_cpu import CpuBackend
 from gpupack.config import PackerConfig
 from gpupack.control import Control
+from gpupack.conveyed import Conveyed
 from gpupack.errors import InputError
 from gpupack.host_optional import ANY_WIDTH, NO_OPTIONAL, NOTHING, OptionalInputs
 from gpupack.join import join_rows
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
 from gpupack.state import state_rows
-
-
-class Conveyed:
-    """The accepted runs that a packed step conveys, for a judge to look at.
-
-    `rows` int32 `[n]` are their places in the packed step, `batch_rows` int32 `[n]` in the batch;
-    `handles` int64 `[n]`, `slots` int32 `[n]`, `starts` int64 `[n]` and `accept_lens` int32 `[n]`
-    into `token_ids` int32. Views of the packed step, where all of its rows are conveyed.
-    """
-
-    __slots__ = (
-        "accept_lens", "batch_rows", "handles", "logprob_starts", "packed", "record_starts", "rows", "slots", "starts",
-    )  # fmt: skip
-
-    def __init__(self, packed: PackedStep) -> None:
-        flags = packed.column(L.R_FLAGS)
-        indptr, logprob_indptr, families_indptr = packed.token_indptr, packed.logprob_indptr, packed.families_indptr
-        self.packed = packed
-        handles = packed.handles
-        if packed.header(L.H_CONVEYED) == packed.rows:
-            self.rows = np.arange(packed.rows, dtype=np.int32)
-            self.handles, self.slots = handles, packed.column(L.R_SLOT)
-            self.batch_rows = packed.column(L.R_BATCH_INDEX)
-            self.accept_lens = np.diff(indptr)
-            self.starts, self.logprob_starts = indptr[:-1].astype(np.int64), logprob_indptr[:-1].astype(np.int64)
-            self.record_starts = families_indptr[:-1]
-        else:
-            rows = np.flatnonzero(flags & L.ROW_CONVEYED).astype(np.int32)
-            self.rows = rows
-            self.handles, self.slots = handles[rows], packed.column(L.R_SLOT)[rows]
-            self.batch_rows = packed.column(L.R_BATCH_INDEX)[rows]
-            self.accept_lens = indptr[rows + 1] - indptr[rows]
-            self.starts, self.logprob_starts = indptr[rows].astype(np.int64), logprob_indptr[rows].astype(np.int64)
-            self.record_starts = families_indptr[rows]
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """Token ids of the whole packed step, int32."""
-        return self.packed.token_ids
 
 
 class Gate:
@@ -147,8 +109,9 @@ class Gate:
             mode,
             optional=self._optional(conveyed, mode),
         )
-        index = gated.column(L.R_BATCH_INDEX)
-        index[:] = conveyed.batch_rows[index]
+        if len(conveyed.rows) < packed.header(L.H_BATCH):
+            index = gated.column(L.R_BATCH_INDEX)
+            index[:] = conveyed.batch_rows[index]
         return gated
 
     def _optional(self, conveyed: Conveyed, mode: int) -> OptionalInputs:
@@ -164,7 +127,7 @@ class Gate:
             top_val=packed.families,
             top_width=ANY_WIDTH,
             ids_width=ANY_WIDTH,
-            record_starts=conveyed.record_starts.astype(np.int64),
+            record_starts=conveyed.record_starts,
             block_accept_lens=block,
             cap_lens=cap,
         )

@@ -32,5 +32,5 @@ class PackGraph:
         if len(handles) > self.batch_capacity:
             raise InputError(f"handles: expected at most {self.batch_capacity} rows in this graph, got {len(handles)}")
         self._packer.prepare_launch(handles, token_ids, **inputs)
-        self._packer.guarded(lambda: self._graph.replay(self._backend.inputs))
+        self._packer.guarded(self._graph.replay, self._backend.inputs)
         return self._packer.commit_launch()

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.control import Control
+from gpupack.conveyed import ConveyedFinder
 from gpupack.errors import InputError
-from gpupack.gate import Conveyed, Gate
+from gpupack.gate import Gate
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
 from gpupack.request import Judge, Request, Resume
@@ -29,6 +30,7 @@ class HostJudged:
         self._packer = packer
         self._gate: Gate | None = None
         self._control = Control(packer.config.batch_capacity)
+        self._finder = ConveyedFinder(packer.config.batch_capacity)
         self._judged_here = np.zeros(packer.config.capacity, np.bool_)  # the stop-string judge looks at it
         self._gated = np.zeros(packer.config.capacity, np.bool_)
 
@@ -86,16 +88,16 @@ class HostJudged:
         The last has the rows to send; all are to be released.
         """
         assert self._gate is not None
-        conveyed = Conveyed(packed)
-        here = np.flatnonzero(self._judged_here[conveyed.slots])
+        conveyed = self._finder.find(packed, self._judged_here)
         control = None
-        if ticket.control is not None or len(here):
+        if ticket.control is not None or conveyed.judged:
             control = self._control.reset(len(conveyed.rows))
             if ticket.control is not None:
                 control.words[:] = ticket.control[:, conveyed.batch_rows]
                 self._gate.fit(conveyed, control, ticket.mode)
-            if len(here):
+            if conveyed.judged:
                 assert judge is not None
+                here = np.flatnonzero(self._judged_here[conveyed.slots])
                 running = here[~self._gate.finished(conveyed.slots[here])]
                 judge.judge(conveyed, running.tolist(), control)
         gated = self._gate.pack(conveyed, control, ticket.mode)

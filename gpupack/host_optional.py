@@ -11,10 +11,10 @@ from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.errors import InputError
 from gpupack.inputs import StepInputs
+from gpupack.loop_optional import IDS_STRIDE, IDS_WIDTH, RING_STRIDE, TOP_STRIDE, TOP_WIDTH
 from gpupack.state import HostArenas
 
 NOTHING = np.empty(0, np.int32)
-NO_STARTS = np.empty(0, np.int64)
 ANY_WIDTH = 1 << 30
 ANY_LENGTH = 1 << 30
 
@@ -37,7 +37,7 @@ class OptionalInputs(NamedTuple):
     top_stride: int = 0
     ids_stride: int = 0
     positions: int = ANY_LENGTH
-    record_starts: NDArray[np.int64] = NO_STARTS
+    record_starts: Int32 = NOTHING
     block_accept_lens: Int32 = NOTHING
     cap_lens: Int32 = NOTHING
 
@@ -53,7 +53,7 @@ class HostOptional:
         self._arenas = arenas
         self._top_idx = NOTHING  # ids of 64 bits, in 32; made when first needed
         self._strides = np.zeros(5, np.int64)
-        self._strides[4] = max(config.family_width, 1)
+        self._strides[RING_STRIDE] = max(config.family_width, 1)
 
     def dense(self, inputs: StepInputs, batch: int) -> OptionalInputs:
         """The optional of dense inputs; InputError if one is of the wrong kind."""
@@ -91,8 +91,8 @@ class HostOptional:
     def arrays(self, optional: OptionalInputs) -> tuple[Any, ...]:
         """The tuple of `loop_optional.OPTIONAL`."""
         strides = self._strides
-        strides[0], strides[1] = optional.top_stride, optional.top_width
-        strides[2], strides[3] = optional.ids_stride, optional.ids_width
+        strides[TOP_STRIDE], strides[TOP_WIDTH] = optional.top_stride, optional.top_width
+        strides[IDS_STRIDE], strides[IDS_WIDTH] = optional.ids_stride, optional.ids_width
         arenas = self._arenas
         return (
             arenas.family_ring, arenas.spec, optional.top_val, optional.top_idx, optional.ids_val,

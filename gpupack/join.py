@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, types, void
+from numba import int64, njit, void
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, VECTOR32, inlined
+from gpupack.compiled import COMPILED, PLACES, VECTOR32, inlined
 
 
 @inlined
@@ -19,10 +19,7 @@ def _copy_items(source, stride, indptr_field, base, row, out, at):
 
 
 def _join_rows(a, a_at, b, b_at, out, out_at, spec_width):
-    """Rows of `a` that are not conveyed, and all rows of `b`, by batch index; headers are added up.
-
-    `*_at`: row stride, and where tokens, logprobs and families begin.
-    """
+    """Rows of `a` that are not conveyed, and all rows of `b`, by batch index; headers are added up. `*_at`: PLACES."""
     index = L.HEADER_WORDS + L.R_BATCH_INDEX
     flags = L.HEADER_WORDS + L.R_FLAGS * a_at[0]
     i = j = rows = 0
@@ -57,5 +54,4 @@ def _join_rows(a, a_at, b, b_at, out, out_at, spec_width):
     out[L.H_FAMILIES] = family_at - out_at[3]
 
 
-PLACES = types.UniTuple(int64, 4)
 join_rows = njit(void(VECTOR32, PLACES, VECTOR32, PLACES, VECTOR32, PLACES, int64), **COMPILED)(_join_rows)

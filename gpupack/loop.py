@@ -7,12 +7,14 @@ when this module is imported, or loaded from Numba's cache, so that nothing comp
 
 from __future__ import annotations
 
-from numba import int32, int64, njit, types, void
+from numba import boolean, int32, int64, njit, types
 
 from gpupack import layout as L
 from gpupack import loop_optional
-from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64, inlined
-from gpupack.rule import as_int32, finish_of, is_usual, live_slot, send_of
+from gpupack.compiled import COMPILED, MATRIX32, PLACES, VECTOR32, VECTOR64, called, inlined
+from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, OK, check_batch
+from gpupack.loop_runs import OTHER, put_run, run_end
+from gpupack.rule import as_int32, finish_of, live_slot, send_of
 
 
 @inlined
@@ -68,20 +70,32 @@ def end_row(out, stride, row, tokens, scores, families):
     return row + 1
 
 
-def _pack_batch(
+@called
+def pack_batch(
     state, token_ring, logprob_ring, optional, handles, accept_lens, token_ids, token_starts, logprobs, logprob_starts,
-    control, out, stride, token_base, logprob_base, family_base, mode, policy, backlog_limit, family_limit, vocab_size,
-    launch,
+    control, out, places, limits, mode, launch, kinds,
 ):  # fmt: skip
+    """Pack a batch; `kinds` int32 `[B]` as `loop_check` writes them, or all OTHER."""
+    stride, token_base, logprob_base, family_base = places
+    policy, vocab_size = limits[LIMIT_POLICY], limits[LIMIT_VOCAB]
+    backlog_limit, family_limit = limits[LIMIT_BACKLOG], limits[LIMIT_FAMILIES]
     rows = tokens = scores = families = 0
     out[: L.HEADER_WORDS] = 0
     end_row(out, stride, -1, 0, 0, 0)
-    both = L.MODE_APPEND | L.MODE_PACK
-    usual = control.shape[1] == 0 and mode & both == both
-    if optional is not None:
-        usual = usual and loop_optional.counts_nothing(optional)
+    done = 0
 
     for i in range(handles.shape[0]):
+        if i < done:
+            continue
+        if kinds[i] != OTHER:
+            done = run_end(kinds, i)
+            scores, families = put_run(
+                state, optional, kinds, i, done, handles, token_ids, token_starts, logprobs, logprob_starts, out,
+                places, rows, tokens, scores, families,
+            )  # fmt: skip
+            out[L.H_CONVEYED] += (done - i) * (kinds[i] < OTHER)
+            rows, tokens = rows + done - i, tokens + done - i
+            continue
         slot = live_slot(state, handles[i])
         if slot < 0:
             out[L.H_STALE] += handles[i] != L.PADDING_HANDLE
@@ -98,22 +112,6 @@ def _pack_batch(
         widths = 0
         if optional is not None:
             widths = loop_optional.widths_of(state, slot, optional)
-
-        # The usual row: what comes below comes to this, in a third of the time.
-        if usual and accept == 1 and is_usual(state, slot, flags, accept, token_ids[start], mode, vocab_size):
-            length = state[slot, L.OUTPUT_LEN]
-            put_row(out, stride, rows, i, slot, generation, 0, length + 1, 0, length, state[slot, L.LOGPROB_CURSOR])
-            out[token_at] = as_int32(token_ids[start])
-            tokens += 1
-            if has_scores:
-                out[score_at] = logprobs[score_start]
-                scores += 1
-                state[slot, L.LOGPROB_CURSOR] = length + 1
-                if optional is not None and widths:
-                    families = loop_optional.put_record(optional, widths, i, 0, out, family_base, families)
-            rows = end_row(out, stride, rows, tokens, scores, families)
-            state[slot, L.OUTPUT_LEN] = state[slot, L.TOKEN_CURSOR] = length + 1
-            continue
 
         # Host-judged: the run is passed on as it is.
         if flags & L.STATE_CONVEYED:
@@ -218,12 +216,33 @@ def _pack_batch(
     out[L.H_TOKENS], out[L.H_LOGPROBS], out[L.H_FAMILIES] = tokens, scores, families
 
 
-def pack_signature(token, optional):
-    """Signature of `_pack_batch` for token ids of a type, and for `optional`: none, or OPTIONAL_TYPE."""
-    return void(
-        MATRIX32, MATRIX32, MATRIX32, optional, VECTOR64, VECTOR32, token[::1], VECTOR64, VECTOR32, VECTOR64,
-        MATRIX32, VECTOR32, *[int64] * 10,
+def _step_batch(
+    state, token_ring, logprob_ring, optional, handles, accept_lens, token_ids, token_starts, logprobs, logprob_starts,
+    control, out, places, limits, mode, launch, kinds, seen, check, max_accept, has_logprobs,
+):  # fmt: skip
+    """Check the inputs, then pack; (OK, 0), or what is wrong and in which row, and nothing was changed."""
+    cause, row = check_batch(
+        state, optional, handles, accept_lens, token_ids, token_starts, control, limits, mode, kinds, seen, check,
+        max_accept, has_logprobs,
     )  # fmt: skip
+    if cause == OK:
+        pack_batch(
+            state, token_ring, logprob_ring, optional, handles, accept_lens, token_ids, token_starts, logprobs,
+            logprob_starts, control, out, places, limits, mode, launch, kinds,
+        )  # fmt: skip
+    return cause, row
 
 
-pack_batch = njit([pack_signature(token, types.none) for token in (int32, int64)], **COMPILED)(_pack_batch)
+def compile_step(optional):
+    """`_step_batch` for a type of `optional`, none or OPTIONAL_TYPE, and token ids of both widths."""
+    signatures = [
+        types.UniTuple(int64, 2)(
+            MATRIX32, MATRIX32, MATRIX32, optional, VECTOR64, VECTOR32, token[::1], VECTOR32, VECTOR32, VECTOR32,
+            MATRIX32, VECTOR32, PLACES, VECTOR64, int64, int64, VECTOR32, VECTOR64, int64, int64, boolean,
+        )
+        for token in (int32, int64)
+    ]  # fmt: skip
+    return njit(signatures, **COMPILED)(_step_batch)
+
+
+step_batch = compile_step(types.none)

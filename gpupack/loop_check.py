@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from numba import boolean, int64, njit, types
+from numba import int64
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64
+from gpupack.compiled import called
 from gpupack.control import CONTROL_BITS, HOLD_AND_FLUSH
+from gpupack.loop_optional import BLOCK_ACCEPT, CAP_LENS, IDS_WIDTH, STRIDES, TOP_WIDTH, counts_nothing
+from gpupack.loop_runs import OTHER, kind_of
 from gpupack.rule import live_slot
 
 # What can be wrong; the row comes with it.
@@ -26,18 +28,31 @@ from gpupack.rule import live_slot
 ) = range(12)
 
 
-def _check_batch(
-    state, handles, accept_lens, control, seen, mode, max_accept, backlog_limit, family_limit, has_logprobs, launch,
-    top_width, ids_width, block_accept_lens, cap_lens, most_cap,
+# What of a configuration bounds a step, int64 `[5]`.
+LIMIT_POLICY, LIMIT_VOCAB, LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_CAP = range(5)
+
+
+@called
+def check_batch(
+    state, optional, handles, accept_lens, token_ids, token_starts, control, limits, mode, kinds, seen, check,
+    max_accept, has_logprobs,
 ):  # fmt: skip
-    """What is wrong with the inputs, before anything is changed: (OK, 0) or (cause, row)."""
+    """What is wrong with the inputs, before anything is changed: (OK, 0) or (cause, row).
+
+    `seen` int64 `[capacity]` has the number of the newest check, `check`, by slot; `kinds` int32 `[B]` is written.
+    """
+    plain = control.shape[1] == 0 and mode & L.MODE_APPEND != 0
+    if optional is not None:
+        plain = plain and counts_nothing(optional)
+    backlog_limit, family_limit = limits[LIMIT_BACKLOG], limits[LIMIT_FAMILIES]
     for i in range(handles.shape[0]):
+        kinds[i] = OTHER
         slot = live_slot(state, handles[i])
         if slot < 0:
             continue
-        if seen[slot] == launch:
+        if seen[slot] == check:
             return DOUBLED, i
-        seen[slot] = launch
+        seen[slot] = check
         asked = control[L.CONTROL_FLAGS_ROW, i] if control.shape[1] else 0
         if asked & ~CONTROL_BITS or asked & HOLD_AND_FLUSH == HOLD_AND_FLUSH:
             return BAD_CONTROL, i
@@ -49,14 +64,20 @@ def _check_batch(
         if accept and state[slot, L.FLAGS] & L.STATE_LOGPROBS:
             if not has_logprobs:
                 return NO_LOGPROBS, i
-            if state[slot, L.WIDTHS] & L.TOP_WIDTH_MASK > top_width:
-                return NO_TOP_LOGPROBS, i
-            if state[slot, L.WIDTHS] >> L.IDS_WIDTH_SHIFT > ids_width:
-                return NO_IDS_LOGPROBS, i
-        if mode & L.MODE_VERIFY and block_accept_lens.shape[0] and block_accept_lens[i] < 0:
-            return BAD_BLOCK_LEN, i
-        if mode & L.MODE_VERIFY and cap_lens.shape[0] and (cap_lens[i] < 0 or cap_lens[i] > most_cap):
-            return BAD_CAP_LEN, i
+            if optional is not None:
+                if state[slot, L.WIDTHS] & L.TOP_WIDTH_MASK > optional[STRIDES][TOP_WIDTH]:
+                    return NO_TOP_LOGPROBS, i
+                if state[slot, L.WIDTHS] >> L.IDS_WIDTH_SHIFT > optional[STRIDES][IDS_WIDTH]:
+                    return NO_IDS_LOGPROBS, i
+        if optional is not None and mode & L.MODE_VERIFY:
+            block, cap = optional[BLOCK_ACCEPT], optional[CAP_LENS]
+            if block.shape[0] and block[i] < 0:
+                return BAD_BLOCK_LEN, i
+            if cap.shape[0] and (cap[i] < 0 or cap[i] > limits[LIMIT_CAP]):
+                return BAD_CAP_LEN, i
+        if plain:
+            token = token_ids[token_starts[i]] if accept else 0
+            kinds[i] = kind_of(state, slot, state[slot, L.FLAGS], accept, token, mode, limits[LIMIT_VOCAB])
         if control.shape[1] == 0 or state[slot, L.FLAGS] & L.STATE_FINISHED:
             continue
         # The cursors of a conveyed request are the gate's, which checks what concerns them.
@@ -78,12 +99,3 @@ def _check_batch(
         if visible < -1 or (visible >= 0 and new_len - shown > limit and not conveyed):
             return BAD_VISIBLE_LEN, i
     return OK, 0
-
-
-check_batch = njit(
-    types.Tuple((int64, int64))(
-        MATRIX32, VECTOR64, VECTOR32, MATRIX32, VECTOR64, int64, int64, int64, int64, boolean, int64, int64, int64,
-        VECTOR32, VECTOR32, int64,
-    ),
-    **COMPILED,
-)(_check_batch)  # fmt: skip

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import types
 
 from gpupack import layout as L
-from gpupack.compiled import MATRIX32, VECTOR32, VECTOR64, inlined
+from gpupack.compiled import MATRIX32, VECTOR32, VECTOR64, called, inlined
 
 OPTIONAL = {
     "family_ring": MATRIX32,  # [capacity, family_window * record words]
@@ -19,13 +19,12 @@ OPTIONAL = {
     "ids_val": VECTOR32,  # bit patterns [B, S, M]
     "block_accept_lens": VECTOR32,  # [B] or empty
     "cap_lens": VECTOR32,  # [B] or empty
-    "record_starts": VECTOR64,  # [B]: where whole records of a run start in top_val; or empty
+    "record_starts": VECTOR32,  # [B]: where whole records of a run start in top_val; or empty
     "strides": VECTOR64,  # words of top_* from row to row and from position to position; of ids_val; of family_ring
 }
 FAMILY_RING, SPEC, TOP_VAL, TOP_IDX, IDS_VAL, BLOCK_ACCEPT, CAP_LENS, RECORD_STARTS, STRIDES = range(9)
+TOP_STRIDE, TOP_WIDTH, IDS_STRIDE, IDS_WIDTH, RING_STRIDE = range(5)  # of `strides`
 OPTIONAL_TYPE = types.Tuple(tuple(OPTIONAL.values()))
-
-called = njit(nogil=True, _nrt=False)  # not inlined: batches without optional have nothing of these in their loop
 
 
 @inlined
@@ -62,11 +61,11 @@ def _put_record(optional, widths, i, place, out, at):
         for j in range(_width(widths)):
             out[at + j] = top_val[begin + j]
         return
-    begin = i * strides[0] + place * strides[1]
+    begin = i * strides[TOP_STRIDE] + place * strides[TOP_WIDTH]
     for j in range(top):
         out[at + j] = top_val[begin + j]
         out[at + top + j] = top_idx[begin + j]
-    begin = i * strides[2] + place * strides[3]
+    begin = i * strides[IDS_STRIDE] + place * strides[IDS_WIDTH]
     for j in range(ids):
         out[at + 2 * top + j] = ids_val[begin + j]
 
@@ -76,7 +75,7 @@ def gather(optional, slot, widths, begin, end, old_len, i, out, base, at):
     """Copy the records of output positions [begin, end) to out[base + at:]; returns where the next go."""
     ring, width = optional[FAMILY_RING], _width(widths)
     if begin < old_len:
-        stride = optional[STRIDES][4]
+        stride = optional[STRIDES][RING_STRIDE]
         places = ring.shape[1] // stride
         for position in range(begin, min(end, old_len)):
             source = (position & (places - 1)) * stride
@@ -92,7 +91,7 @@ def gather(optional, slot, widths, begin, end, old_len, i, out, base, at):
 @called
 def keep(optional, slot, widths, begin, end, old_len, i):
     """Keep the records of the run from output position `begin` on in the ring: they are unsent."""
-    ring, stride = optional[FAMILY_RING][slot], optional[STRIDES][4]
+    ring, stride = optional[FAMILY_RING][slot], optional[STRIDES][RING_STRIDE]
     places = ring.shape[0] // stride
     for position in range(max(begin, old_len), end):
         _put_record(optional, widths, i, position - old_len, ring, (position & (places - 1)) * stride)

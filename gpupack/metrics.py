@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from operator import add
 
 from gpupack import layout as L
 from gpupack.packed import PackedStep
@@ -24,7 +24,7 @@ class Metrics:
     """Counts steps, frames, bytes and the header words of every packed step; host only."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(L.HEADER_WORDS, np.int64)  # of the header's words, those that can be added up
+        self._sums = [0] * L.HEADER_WORDS  # of the header's words, those that can be added up
         self.steps = 0
         self.frames = 0
         self.frame_bytes = 0
@@ -39,7 +39,7 @@ class Metrics:
         alone: then the stale rows that the packer saw are added.
         """
         self.steps += 1
-        self._sums += sent.buffer[: L.HEADER_WORDS]
+        self._sums = list(map(add, self._sums, sent.header_words))
         if sent is not taken and taken.header(L.H_CONVEYED) == taken.rows:
             self._sums[L.H_STALE] += taken.header(L.H_STALE)
 
@@ -51,4 +51,4 @@ class Metrics:
     def snapshot(self) -> dict[str, int]:
         """All counters by name, since the start."""
         own = {name: getattr(self, name) for name in _OWN}
-        return own | {name: int(self._sums[field]) for name, field in _SUMMED.items()}
+        return own | {name: self._sums[field] for name, field in _SUMMED.items()}

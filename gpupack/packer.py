@@ -48,6 +48,7 @@ class Packer:
         self.keep_handles = False  # the streamer needs to know who is in a batch
         self.endings = 0
         self.dropped_rows = 0
+        self._max_in_flight, self._speculative = config.max_in_flight, config.speculative
         self._in_flight: deque[Ticket] = deque()
         self._prepared: Ticket | None = None
         self._closed = False
@@ -262,13 +263,13 @@ class Packer:
     ) -> Ticket:
         mode = self._mode(inputs, mode, return_logprob)
         words = None if control is None else control.words
-        launched = self.guarded(lambda: self.backend.step(handles, inputs, words, mode))
+        launched = self.guarded(self.backend.step, handles, inputs, words, mode)
         return self._launched(self._ticket(handles, control, mode), launched)
 
     def _mode(self, inputs: StepInputs, mode: int, return_logprob: bool) -> int:
         """The mode of a launch that may begin now."""
         self._check_open()
-        if len(self._in_flight) >= self.config.max_in_flight:
+        if len(self._in_flight) >= self._max_in_flight:
             raise InputError(
                 f"step: expected at most max_in_flight = {self.config.max_in_flight} steps that were not taken in, "
                 "got another; wait() for the oldest"
@@ -276,14 +277,14 @@ class Packer:
         if mode & L.MODE_APPEND and inputs.token_ids is None:
             raise InputError("token_ids: expected an array or tensor, got None")
         mode |= L.MODE_LOGPROBS * return_logprob
-        if self.config.speculative and inputs.is_verify:
+        if self._speculative and inputs.is_verify:
             mode |= L.MODE_VERIFY | L.MODE_CAP_LENS * (inputs.cap_lens is not None)
         return mode
 
-    def guarded(self, launch: Callable[[], T]) -> T:
-        """Launch; whatever goes wrong after the inputs were found good closes the packer."""
+    def guarded(self, launch: Callable[..., T], *arguments: Any) -> T:
+        """Launch with `arguments`; whatever goes wrong after the inputs were found good closes the packer."""
         try:
-            return launch()
+            return launch(*arguments)
         except (InputError, BufferBusyError):
             raise
         except Exception as error:

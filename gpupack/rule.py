@@ -93,14 +93,14 @@ def finish_of(state, slot, flags, old_len, accept, token_ids, start, vocab_size,
 
 
 @inlined
-def is_usual(state, slot, flags, accept, token, mode, vocab_size):
-    """Whether a row is the one that most rows of most steps are, if the host asks nothing of it.
+def is_usual(state, slot, flags, token, mode, vocab_size):
+    """Whether a row of one new token is the one that most rows of most steps are, if the host asks nothing of it.
 
     It streams every token, has nothing unsent, and does not end with its one new token: whatever the policy,
     that token and its logprob go out, and nothing else changes.
     """
     apart = L.STATE_CONVEYED | L.STATE_FINISHED | L.STATE_FINAL_SENT
-    if accept != 1 or flags & (apart | L.STATE_STREAM) != L.STATE_STREAM or state[slot, L.INTERVAL] != 1:
+    if flags & (apart | L.STATE_STREAM) != L.STATE_STREAM or state[slot, L.INTERVAL] != 1:
         return False
     length = state[slot, L.OUTPUT_LEN]
     if state[slot, L.TOKEN_CURSOR] != length:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpupack import layout as L
 from gpupack.config import PackerConfig
 from gpupack.control import Control
-from gpupack.gate import Conveyed
+from gpupack.conveyed import Conveyed
 from gpupack.request import Request, Resume
 
 if TYPE_CHECKING:

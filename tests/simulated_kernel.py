@@ -12,19 +12,24 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from gpupack import layout as L
+from gpupack.compiled import COMPILED
 from gpupack.loop import pack_batch
-from gpupack.loop_with_optional import pack_batch_with_optional
+from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB
+from gpupack.loop_runs import OTHER
 
 INT32_MAX = 2**31 - 1
 SLACK = 1 << 16  # words behind a packed step, for what a damaged state would write there
 NO_CONTROL = np.empty((L.CONTROL_WIDTH, 0), np.int32)
-NO_STARTS = np.empty(0, np.int64)
+NO_STARTS = np.empty(0, np.int32)
 NOTHING = np.empty(0, np.int32)
 
 Words = NDArray[Any]
+
+_pack_batch = njit(**COMPILED)(pack_batch.py_func)  # kept in Numba's cache
 
 
 class Memory(Protocol):
@@ -131,13 +136,14 @@ class Launch:
         wrong = self._wrong(state)
         handles = np.where(wrong, L.PADDING_HANDLE, self.handles)
         lens = np.where(wrong, 0, self.lens).astype(np.int32)
-        starts = np.arange(len(handles), dtype=np.int64) * self.word[L.LAUNCH_MAX_ACCEPT]
+        starts = np.arange(len(handles), dtype=np.int32) * self.word[L.LAUNCH_MAX_ACCEPT]
         out = np.zeros(layout.size + SLACK, np.int32)
-        loop = pack_batch if self.optional is None else pack_batch_with_optional
-        loop(
+        limits = np.zeros(5, np.int64)
+        limits[[LIMIT_POLICY, LIMIT_VOCAB]] = k["POLICY"], k["VOCAB_SIZE"]
+        limits[[LIMIT_BACKLOG, LIMIT_FAMILIES]] = k["BACKLOG_LIMIT"], k["FAMILY_LIMIT"]
+        _pack_batch(
             state, tokens, scores, self.optional, handles, lens, self.token_ids, starts, self.scores, starts,
-            self.asked, out, layout.row_stride, layout.tokens, layout.logprobs, layout.families, self.mode, k["POLICY"],
-            k["BACKLOG_LIMIT"], k["FAMILY_LIMIT"], k["VOCAB_SIZE"], self.number,
+            self.asked, out, layout[:4], limits, self.mode, self.number, np.full(len(handles), OTHER, np.int32),
         )  # fmt: skip
         out[L.H_BATCH] = self.batch
         out[L.H_ERROR] = (

@@ -229,7 +229,7 @@ def test_a_stamp_changes_only_stream_and_number():
 def test_rows_that_are_known_change_no_outcome(step):
     original = frame_of(step)
     data = bytes(encode_frame(original))
-    known = KnownRows(original.slot.copy(), original.generation.copy())
+    known = KnownRows.of(original)
     chooser = random.Random(len(data))
     for _ in range(20):
         flipped = bytearray(data)

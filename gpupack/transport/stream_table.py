@@ -53,38 +53,45 @@ class StreamTable:
         self.known: KnownRows | None = None  # rows of the newest frame, if all of them are open still
         self._known_tokens = np.empty(0, np.int64)
         self._known_records = np.empty(0, np.object_)
-        lost = predecessor.requests.unfinished() if predecessor is not None else {}
+        self._unsettled = False  # `requests.received` is behind what is known of these rows
+        lost: dict[str, Standing] = {}
+        if predecessor is not None:
+            predecessor._settle()
+            lost = predecessor.requests.unfinished()
         self.requests: OpenRequests = OpenRequests(max_slots, lost)
+
+    def __str__(self) -> str:
+        return f"stream {self.stream_id:#x} of dp rank {self.dp_rank}"
 
     def check(self, frame: Frame) -> Changes:
         """Check a verified frame against the table, without changing it.
 
         Raises StreamBrokenError, FrameGapError, UnknownHandleError or FrameValueError.
         """
-        stream = f"stream {self.stream_id:#x} of dp rank {self.dp_rank}"
         if self.broken:
-            raise StreamBrokenError(f"{stream} was given up; the sender must reopen")
+            raise StreamBrokenError(f"{self} was given up; the sender must reopen")
         if frame.dp_rank != self.dp_rank:
-            raise FrameValueError(f"{stream}: expected that rank, got {frame.dp_rank}")
+            raise FrameValueError(f"{self}: expected that rank, got {frame.dp_rank}")
         if frame.frame_no != self.next_frame_no:
-            raise FrameGapError(f"{stream}: expected frame {self.next_frame_no}, got {frame.frame_no}")
+            raise FrameGapError(f"{self}: expected frame {self.next_frame_no}, got {frame.frame_no}")
         changes = Changes(np.empty(0, np.int64), frame.side.openings if frame.side is not None else [])
         if self.known is not None and frame.slot is self.known.slot and not changes.openings:
             before = self._known_tokens.copy()  # the rows of the frame before, all of them open still
-        elif frame.rows:
-            before = self._check_handles(stream, frame, changes.openings)
+        else:
+            self._settle()
+            before = self._check_handles(frame, changes.openings) if frame.rows else changes.after
         if frame.rows:
-            self._check_openings(stream, frame, changes)
-            self._check_lengths(stream, frame, before, changes)
+            self._check_openings(frame, changes)
+            self._check_lengths(frame, before, changes)
             if frame.families is not None or self.requests.with_families or changes.openings:
-                self._check_families(stream, frame, changes)
+                self._check_families(frame, changes)
         return changes
 
-    def _check_handles(self, stream: str, frame: Frame, openings: list[OpeningRecord]) -> NDArray[np.int64]:
+    def _check_handles(self, frame: Frame, openings: list[OpeningRecord]) -> NDArray[np.int64]:
         """Check that rows are open or open now; tokens before each row as the table has them, int64 `[rows]`."""
         slot, highest = frame.slot, int(frame.slot.max())
         if highest >= self.requests.max_slots:
-            raise FrameValueError(f"{stream}: expected slots below {self.requests.max_slots}, got {highest}")
+            raise FrameValueError(f"{self}: expected slots below {self.requests.max_slots}, got {highest}")
         generation, before = self.requests.at(slot)
         unknown = generation != frame.generation
         if openings:
@@ -93,39 +100,39 @@ class StreamTable:
             if np.count_nonzero(old):
                 row = opens[int(old.argmax())]
                 raise FrameValueError(
-                    f"{stream}: expected slot {slot[row]} to open with a generation above {generation[row]}, got "
+                    f"{self}: expected slot {slot[row]} to open with a generation above {generation[row]}, got "
                     f"{frame.generation[row]} in row {row}"
                 )
             unknown[opens] = False
         if np.count_nonzero(unknown):
             row = int(unknown.argmax())
             raise UnknownHandleError(
-                f"{stream}: expected row {row} to be of an open request, got slot {slot[row]} generation "
+                f"{self}: expected row {row} to be of an open request, got slot {slot[row]} generation "
                 f"{frame.generation[row]}, where generation {generation[row]} is open (0: none)"
             )
         return before
 
-    def _check_openings(self, stream: str, frame: Frame, changes: Changes) -> None:
+    def _check_openings(self, frame: Frame, changes: Changes) -> None:
         """Compare each request that opens with what came of it before."""
         opened: set[str] = set()
         for opening in changes.openings:
             if opening.resumed:
                 if opening.rid in opened:
-                    raise FrameValueError(f"{stream}: {opening.rid!r} opens and resumes in one frame")
-                self._check_resumed(stream, frame, opening, changes)
+                    raise FrameValueError(f"{self}: {opening.rid!r} opens and resumes in one frame")
+                self._check_resumed(frame, opening, changes)
             elif opening.tokens_before:
                 raise FrameGapError(
-                    f"{stream}: expected {opening.rid!r}, which does not resume, to open at token 0, got "
+                    f"{self}: expected {opening.rid!r}, which does not resume, to open at token 0, got "
                     f"{opening.tokens_before}"
                 )
             opened.add(opening.rid)
 
-    def _check_resumed(self, stream: str, frame: Frame, opening: OpeningRecord, changes: Changes) -> None:
+    def _check_resumed(self, frame: Frame, opening: OpeningRecord, changes: Changes) -> None:
         slot = self.requests.slot_of(opening.rid)
         if slot is not None:
             held = frame.flags[frame.slot == slot]
             if np.count_nonzero(held & L.ROW_OPENING) != len(held):
-                raise FrameValueError(f"{stream}: {opening.rid!r} resumes in a frame with a row of its old handle")
+                raise FrameValueError(f"{self}: {opening.rid!r} resumes in a frame with a row of its old handle")
         if frame.flags[opening.row] & L.ROW_RESTARTED:
             return
         here = self.requests.standing(opening.rid)
@@ -135,7 +142,7 @@ class StreamTable:
             whole = came == there if came is not None else not there.tokens
         elif here != there:
             raise FrameGapError(
-                f"{stream}: expected {opening.rid!r} to resume at token {here.tokens} after {here.restarts} restarts, "
+                f"{self}: expected {opening.rid!r} to resume at token {here.tokens} after {here.restarts} restarts, "
                 f"got {there.tokens} after {there.restarts}"
             )
         else:
@@ -143,15 +150,15 @@ class StreamTable:
         if not whole:
             changes.incomplete.append(opening.rid)
 
-    def _check_lengths(self, stream: str, frame: Frame, before: NDArray[np.int64], changes: Changes) -> None:
+    def _check_lengths(self, frame: Frame, before: NDArray[np.int64], changes: Changes) -> None:
         """Check that every row continues where its request stood."""
         if changes.openings:
             before[[opening.row for opening in changes.openings]] = [o.tokens_before for o in changes.openings]
-        restarted = frame.flags & L.ROW_RESTARTED
-        if np.count_nonzero(restarted):
+        if np.bitwise_or.reduce(frame.flags) & L.ROW_RESTARTED:
+            restarted = frame.flags & L.ROW_RESTARTED
             before[restarted != 0] = 0
             changes.restarted = frame.slot[(restarted != 0) & ((frame.flags & L.ROW_OPENING) == 0)].tolist()
-        changes.after = before + np.diff(frame.token_indptr)
+        changes.after = before + (frame.token_indptr[1:] - frame.token_indptr[:-1])
         wrong = frame.visible_len != changes.after
         if np.count_nonzero(wrong):
             hidden = (frame.flags & L.ROW_HIDDEN_TOKEN) != 0
@@ -161,11 +168,11 @@ class StreamTable:
             if np.count_nonzero(wrong):
                 row = int(wrong.argmax())
                 raise FrameGapError(
-                    f"{stream}: expected row {row} (slot {frame.slot[row]}) to lead from {before[row]} tokens to "
+                    f"{self}: expected row {row} (slot {frame.slot[row]}) to lead from {before[row]} tokens to "
                     f"{changes.after[row]}, got visible_len {frame.visible_len[row]}"
                 )
 
-    def _check_families(self, stream: str, frame: Frame, changes: Changes) -> None:
+    def _check_families(self, frame: Frame, changes: Changes) -> None:
         """Check that every logprob has a record of the width that its request asked for, and no other row has any."""
         widths = self.requests.widths_at(frame.slot)
         for opening in changes.openings:
@@ -176,7 +183,7 @@ class StreamTable:
         if np.count_nonzero(wrong):
             row = int(np.broadcast_to(wrong, widths.shape).argmax())
             raise FrameValueError(
-                f"{stream}: families: expected records of {widths[row]} words for the logprobs of row {row}, got others"
+                f"{self}: families: expected records of {widths[row]} words for the logprobs of row {row}, got others"
             )
 
     def apply(self, frame: Frame, changes: Changes) -> Applied:
@@ -199,7 +206,6 @@ class StreamTable:
         for extra in side.extras:
             requests.tell(int(frame.slot[extra.row]), extra)
         score_ids = self._note_scores(frame, changes) if requests.with_scores else {}
-        requests.received[frame.slot] = changes.after
         same = self.known is not None and frame.slot is self.known.slot
         quiet = frame.side is None and frame.match is None and not changes.restarted
         records = self._known_records if same and quiet else requests.records[frame.slot]
@@ -216,14 +222,22 @@ class StreamTable:
         """Remember the rows of a frame that changed nothing but how far its requests are; None: it did."""
         if records is None or not frame.rows:
             self.known = None
+            self.requests.received[frame.slot] = changes.after
             return
         if not same:
-            self.known = KnownRows(frame.slot.copy(), frame.generation.copy())
+            self.known = KnownRows.of(frame)
         self._known_tokens, self._known_records = changes.after, records
+        self._unsettled = True
+
+    def _settle(self) -> None:
+        """Tell the requests how far they are, which is not done while frame after frame has the same rows."""
+        if self._unsettled and self.known is not None:
+            self.requests.received[self.known.slot] = self._known_tokens
+        self._unsettled = False
 
     def _note_scores(self, frame: Frame, changes: Changes) -> dict[int, Ids]:
         """Ids of logprobs that are not those of their row's tokens, by row."""
-        if frame.logprob_indptr is not None and np.array_equal(frame.token_indptr, frame.logprob_indptr):
+        if frame.logprob_indptr is not None and frame.token_indptr.tobytes() == frame.logprob_indptr.tobytes():
             return {}
         tokens = np.diff(frame.token_indptr)
         scores = 0 if frame.logprob_indptr is None else np.diff(frame.logprob_indptr)

@@ -80,7 +80,7 @@ def decode(
     check_padding(words, view, plan)
     frame = view_columns(words, header, plan)
     rows = None if known is None else known(header.dp_rank)
-    same = rows is not None and rows.are_those_of(frame)
+    same = rows is not None and rows.are_those_of(view, plan)
     if rows is not None and same:
         frame = frame._replace(slot=rows.slot, generation=rows.generation)
     seen = check_columns(frame, known=same)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, types, void
+from numba import njit, void
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, VECTOR32, VECTOR64, inlined
+from gpupack.compiled import COMPILED, PLACES, VECTOR32, VECTOR64, inlined
 
 
 @inlined
@@ -19,7 +19,7 @@ def _copy(source, begin, out, at, count):
 def _copy_sections(packed, at, out, places, row_flags):
     """Copy row columns, indptr and items of a packed step to their places in a frame, in int32 words.
 
-    `at`: the packed step's row stride, and where its tokens, logprobs and families begin. `places`: `PLACES`.
+    `at`: the packed step's `compiled.PLACES`. `places`: those of the frame, `FRAME_PLACES`.
     """
     rows, stride = places[3], at[0]
     for section in range(places[2]):
@@ -41,7 +41,7 @@ def _copy_sections(packed, at, out, places, row_flags):
         _copy(packed, begin, out, places[13] + column * rows, rows)
 
 
-PLACES = (
+FRAME_PLACES = (
     "first row section",
     "words from one row section to the next",
     "row sections",
@@ -58,4 +58,4 @@ PLACES = (
     "spec",
     "spec_width",
 )
-copy_sections = njit(void(VECTOR32, types.UniTuple(int64, 4), VECTOR32, VECTOR64, VECTOR32), **COMPILED)(_copy_sections)
+copy_sections = njit(void(VECTOR32, PLACES, VECTOR32, VECTOR64, VECTOR32), **COMPILED)(_copy_sections)

@@ -112,9 +112,8 @@ class FrameEncoder:
         if shape != self._shape:
             self._arrange(shape)
         copy_sections(
-            buffer, (geometry.row_stride, geometry.tokens, geometry.logprobs, geometry.families), self._frame_words,
-            self._places, NO_FLAGS if row_flags is None else row_flags,
-        )  # fmt: skip
+            buffer, geometry[:4], self._frame_words, self._places, NO_FLAGS if row_flags is None else row_flags
+        )
         if side:
             self._side[:] = side
         write_header(self._frame, shape, self._plan, dp_rank=self.dp_rank, step=step, idle=idle)

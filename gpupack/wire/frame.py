@@ -89,17 +89,6 @@ class Plan(NamedTuple):
     size: int
 
 
-class KnownRows(NamedTuple):
-    """Slots and generations of rows that were verified: int32 `[rows]` each, kept from an earlier frame."""
-
-    slot: Int32
-    generation: Int32
-
-    def are_those_of(self, frame: Frame) -> bool:
-        """Whether a frame has exactly these rows."""
-        return np.array_equal(self.slot, frame.slot) and np.array_equal(self.generation, frame.generation)
-
-
 class Frame(NamedTuple):
     """The columns of one frame, in the order of docs/wire.md.
 
@@ -140,9 +129,32 @@ class Frame(NamedTuple):
         return self.logprobs is not None
 
 
+class KnownRows(NamedTuple):
+    """Slots and generations of rows that were verified, int32 `[rows]` each; and both sections as a frame has them."""
+
+    slot: Int32
+    generation: Int32
+    content: bytes
+
+    @classmethod
+    def of(cls, frame: Frame) -> KnownRows:
+        """Copies of those of a frame."""
+        slot, generation = frame.slot.copy(), frame.generation.copy()
+        padding = bytes(-slot.nbytes % ALIGN)
+        return cls(slot, generation, slot.tobytes() + padding + generation.tobytes())
+
+    def are_those_of(self, view: memoryview, plan: Plan) -> bool:
+        """Whether a frame, whose sections lie as `plan` says, has exactly these rows."""
+        _, begin, _ = plan.words[SLOT]
+        _, _, end = plan.words[GENERATION]
+        return bytes(view[begin * L.WORD : end * L.WORD]) == self.content
+
+
 assert Frame._fields[-len(L.WIRE_SECTIONS) :] == tuple(L.WIRE_SECTIONS)
 MATCH_ID, SIDE_ID = L.WIRE_SECTIONS["match"].id, L.WIRE_SECTIONS["side"].id
 INDEX = {name: index for index, name in enumerate(L.WIRE_SECTIONS)}
+SLOT, GENERATION = INDEX["slot"], INDEX["generation"]
+assert (SLOT, GENERATION) == (0, 1)  # adjacent, and in every frame
 
 
 def _present(shape: Shape, name: str) -> bool:
