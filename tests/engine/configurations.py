@@ -17,8 +17,8 @@ class Configuration:
 
     Parameters
     ----------
-    wire
-        GPUPACK_WIRE.
+    wire, backend
+        GPUPACK_WIRE, GPUPACK_BACKEND.
     path
         Where most batches must go: "frames", "messages" or "engine".
     """
@@ -26,6 +26,7 @@ class Configuration:
     name: str
     version: str = "0.5.23"
     wire: str = "compatible"
+    backend: str = "host"
     path: str = "messages"
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -64,4 +65,13 @@ GOLDEN_FULL = [
     Configuration("0.5.23 native, no overlap", wire="native", path="frames", arguments=NO_OVERLAP),
     Configuration("0.5.23 native asked, two detokenizers", wire="native", arguments=("--detokenizer-worker-num", "2")),
     Configuration("0.5.16 native asked, no overlap", version="0.5.16", wire="native", arguments=NO_OVERLAP),
+    Configuration(
+        "0.5.23 device, NGRAM, forced retraction",
+        backend="device",
+        wire="native",
+        path="frames",
+        arguments=NGRAM,
+        environment=RETRACTION,
+        plugins=("cpu_spec",),
+    ),
 ]

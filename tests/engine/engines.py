@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Run:
     out: Path
     log: str
     stats: dict[str, Any]
+    seconds: float = 0.0
 
 
 def python_of(version: str) -> Path:
@@ -45,6 +47,7 @@ def golden(configuration: Configuration, folder: Path, *, plugged: bool, model: 
             "GPUPACK_SGLANG": "1",
             "GPUPACK_VERIFY": "1",
             "GPUPACK_WIRE": configuration.wire,
+            "GPUPACK_BACKEND": configuration.backend,
             "GPUPACK_STATS": str(stats),
         }
     plugins = [*configuration.plugins, *(["gpupack"] if plugged else [])]
@@ -53,10 +56,12 @@ def golden(configuration: Configuration, folder: Path, *, plugged: bool, model: 
     command += [word for item in environment.items() for word in ("--env", "=".join(item))]
     command += [word for skipped in configuration.skipped for word in ("--skip", skipped)]
     command += [str(out), "--", *configuration.arguments]
+    begun = time.monotonic()
     done = run(command, folder)
+    seconds = time.monotonic() - begun
     log = (folder / "server.log").read_text() if (folder / "server.log").exists() else ""
     assert done.returncode == 0, done.stdout[-3000:] + log[-3000:]
-    return Run(out, log, read_stats(stats))
+    return Run(out, log, read_stats(stats), seconds)
 
 
 def difference(engine: Run, plugged: Run) -> tuple[int, int, str]:
