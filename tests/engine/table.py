@@ -14,15 +14,16 @@ HEAD = (
     "payloads compared",
     "payloads that differ",
     "answers that differ",
+    "seconds",
 )
 _rows: list[tuple[str, ...]] = []
 
 
-def add(name: str, requests: int, stats: dict[str, Any], differ: int) -> None:
-    """Add a configuration's line; `differ`: answers that are not the same over HTTP."""
+def add(name: str, requests: int, stats: dict[str, Any], differ: int, seconds: float) -> None:
+    """Add a configuration's line; `differ`: answers that are not the same over HTTP; `seconds` of all its runs."""
     engine = sum(stats["fallbacks"].values())
     ways = (stats["frames"], stats["messages"], stats["steps"] - stats["frames"] - stats["messages"], engine)
-    numbers = (requests, *ways, stats["verified"], stats["differences"], differ)
+    numbers = (requests, *ways, stats["verified"], stats["differences"], differ, round(seconds))
     _rows.append((name, *map(str, numbers)))
 
 

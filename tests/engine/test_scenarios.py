@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import table
 from configurations import Configuration
-from engines import MODELS, TOOLS, python_of, read_stats, run
+from engines import MODELS, TOOLS, Run, python_of, read_stats, run
+from runs import Runs
 
 pytestmark = pytest.mark.skipif(os.environ.get("GPUPACK_ENGINE", "") != "full", reason="make test-engine-full")
 
@@ -36,30 +38,43 @@ BOTH_WIRES = [
 
 
 def scenario(name, model, configuration, folder, *, plugged):
-    """The answers of one run, the plugin's counters, the server's log."""
+    """One run; its `out` has the answers."""
     folder.mkdir(parents=True)
     stats, out = folder / "stats.jsonl", folder / "answers.json"
     settings = ["GPUPACK_SGLANG=1", "GPUPACK_VERIFY=1", f"GPUPACK_WIRE={configuration.wire}", f"GPUPACK_STATS={stats}"]
     command = [str(python_of(configuration.version)), str(Path(__file__).with_name("scenarios.py")), name, str(out)]
     command += [str(MODELS / model), "gpupack" if plugged else "none", *(settings if plugged else [])]
+    begun = time.monotonic()
     done = run([*command, "--", *configuration.arguments], folder, path=TOOLS)
     log = (folder / "server.log").read_text()
     assert done.returncode == 0, done.stdout[-2000:] + log[-2000:]
-    return json.loads(out.read_text()), read_stats(stats), log
+    return Run(out, log, read_stats(stats), time.monotonic() - begun)
 
 
-@pytest.mark.timeout(1200)
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory):
+    """The runs of all tests; one of the engine without the plugin for both wires."""
+    folder = tmp_path_factory.mktemp("scenarios")
+
+    def begin(runs, given):
+        what = given["name"], given["model"], given["configuration"]
+        runs.begin(given["name"], scenario, *what, folder / given["name"], plugged=False)
+        runs.begin(given["configuration"].name, scenario, *what, folder / given["configuration"].name, plugged=True)
+
+    with Runs.all_of(request, begin) as runs:
+        yield runs
+
+
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("name", "model", "configuration", "reasons"), BOTH_WIRES, ids=lambda value: getattr(value, "name", "")
 )
-def test_nothing_changes(name, model, configuration, reasons, tmp_path):
-    engine, _, _ = scenario(name, model, configuration, tmp_path / "engine", plugged=False)
-    plugged, stats, log = scenario(name, model, configuration, tmp_path / "plugged", plugged=True)
-    differ = (
-        sum(a != b for a, b in zip(engine, plugged, strict=True)) if isinstance(engine, list) else engine != plugged
-    )
-    table.add(configuration.name, len(engine), stats, int(differ))
-    assert "gpupack is active" in log
-    assert not differ
-    assert stats["differences"] == 0
-    assert set(stats["fallbacks"]) == set(reasons)
+def test_nothing_changes(name, model, configuration, reasons, runs):
+    engine, plugged = runs.of(name), runs.of(configuration.name)
+    answers, ours = (json.loads(one.out.read_text()) for one in (engine, plugged))
+    differ = sum(a != b for a, b in zip(answers, ours, strict=True))
+    table.add(configuration.name, len(answers), plugged.stats, differ, engine.seconds + plugged.seconds)
+    assert "gpupack is active" in plugged.log
+    assert differ == 0
+    assert plugged.stats["differences"] == 0
+    assert set(plugged.stats["fallbacks"]) == set(reasons)
