@@ -12,7 +12,7 @@ from gpupack.errors import InputError
 
 
 def host_array(name: str, value: Any, dtypes: tuple[type[np.generic], ...], ndim: tuple[int, ...]) -> NDArray[Any]:
-    """`value` as a C-contiguous host array, without a copy where it is one already.
+    """`value` as a C-contiguous, aligned, writable host array of native byte order, copied only where it is not one.
 
     Takes NumPy arrays and CPU tensors; a tensor on a device is refused, since copying it here would
     be a hidden synchronisation.
@@ -29,7 +29,9 @@ def host_array(name: str, value: Any, dtypes: tuple[type[np.generic], ...], ndim
         _check_dtype(name, value.dtype.name, dtypes)
     if value.ndim not in ndim:
         raise InputError(f"{name}: expected {' or '.join(map(str, ndim))} dimensions, got shape {value.shape}")
-    return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+    if value.flags.carray and value.dtype.isnative:  # what compiled loops take
+        return value
+    return np.array(value, value.dtype.newbyteorder("="), order="C")
 
 
 def _check_dtype(name: str, dtype: str, dtypes: tuple[type[np.generic], ...]) -> None:

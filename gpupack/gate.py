@@ -14,7 +14,7 @@ from gpupack.config import PackerConfig
 from gpupack.control import Control
 from gpupack.conveyed import Conveyed
 from gpupack.errors import InputError
-from gpupack.host_optional import ANY_WIDTH, NO_OPTIONAL, NOTHING, OptionalInputs
+from gpupack.host_optional import ANY_WIDTH, NO_OPTIONAL, NOTHING, OptionalInputs, strides_of
 from gpupack.join import join_rows
 from gpupack.packed import PackedStep
 from gpupack.request import Request, Resume
@@ -27,6 +27,7 @@ class Gate:
     def __init__(self, config: PackerConfig) -> None:
         self.config = replace(config, device="cpu")
         self._backend = CpuBackend(self.config)
+        self._any_width = strides_of(max(config.family_width, 1), ANY_WIDTH, ANY_WIDTH)  # whole records bring theirs
         self._joined: NDArray[np.int32] | None = None
 
     def admit(
@@ -125,8 +126,7 @@ class Gate:
             cap = packed.spec(L.SPEC_CAP_TOKENS)[conveyed.rows] if mode & L.MODE_CAP_LENS else NOTHING
         return OptionalInputs(
             top_val=packed.families,
-            top_width=ANY_WIDTH,
-            ids_width=ANY_WIDTH,
+            strides=self._any_width,
             record_starts=conveyed.record_starts,
             block_accept_lens=block,
             cap_lens=cap,

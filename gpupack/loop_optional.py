@@ -15,15 +15,17 @@ OPTIONAL = {
     "family_ring": MATRIX32,  # [capacity, family_window * record words]
     "spec": MATRIX32,  # [capacity, spec_width]
     "top_val": VECTOR32,  # bit patterns [B, S, K]; or whole records, joined
-    "top_idx": VECTOR32,  # [B, S, K]
+    "top_idx": VECTOR32,  # [B, S, K], each of one word or two, of which the low one counts
     "ids_val": VECTOR32,  # bit patterns [B, S, M]
     "block_accept_lens": VECTOR32,  # [B] or empty
     "cap_lens": VECTOR32,  # [B] or empty
     "record_starts": VECTOR32,  # [B]: where whole records of a run start in top_val; or empty
-    "strides": VECTOR64,  # words of top_* from row to row and from position to position; of ids_val; of family_ring
+    "strides": VECTOR64,  # items of top_* from row to row and from position to position; of ids_val; see below
 }
 FAMILY_RING, SPEC, TOP_VAL, TOP_IDX, IDS_VAL, BLOCK_ACCEPT, CAP_LENS, RECORD_STARTS, STRIDES = range(9)
-TOP_STRIDE, TOP_WIDTH, IDS_STRIDE, IDS_WIDTH, RING_STRIDE = range(5)  # of `strides`
+# Of `strides`: also the words of a record in the ring, and of an id in top_idx.
+TOP_STRIDE, TOP_WIDTH, IDS_STRIDE, IDS_WIDTH, RING_STRIDE, IDX_STEP = range(6)
+STRIDES_WIDTH = 6
 OPTIONAL_TYPE = types.Tuple(tuple(OPTIONAL.values()))
 
 
@@ -62,9 +64,10 @@ def _put_record(optional, widths, i, place, out, at):
             out[at + j] = top_val[begin + j]
         return
     begin = i * strides[TOP_STRIDE] + place * strides[TOP_WIDTH]
+    step = strides[IDX_STEP]
     for j in range(top):
         out[at + j] = top_val[begin + j]
-        out[at + top + j] = top_idx[begin + j]
+        out[at + top + j] = top_idx[(begin + j) * step]
     begin = i * strides[IDS_STRIDE] + place * strides[IDS_WIDTH]
     for j in range(ids):
         out[at + 2 * top + j] = ids_val[begin + j]

@@ -117,7 +117,7 @@ class Launch:
         begin = k["CAPACITY"] * (L.STATE_WIDTH + k["WINDOW"] * (1 + k["LOGPROBS"]))
         ring = self._part(begin, families)
         spec = self._part(begin + k["CAPACITY"] * families, k["SPEC_WIDTH"])
-        strides = np.array([most * top, top, most * ids, ids, max(k["FAMILY_WIDTH"], 1)], np.int64)
+        strides = np.array([most * top, top, most * ids, ids, max(k["FAMILY_WIDTH"], 1), 1], np.int64)
         return (ring, spec, top_val, top_idx.astype(np.int32), ids_val, *lens, NO_STARTS, strides)
 
     def _part(self, begin: int, width: int) -> Words:

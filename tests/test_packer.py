@@ -559,3 +559,30 @@ def test_a_row_that_is_skipped_may_have_any_length() -> None:
         handles, ids, accept_lens=lens, control=control, verify=False, cap_lens=np.array([9, 9])
     ).wait()
     assert packed.column(L.R_BATCH_INDEX).tolist() == [1]
+
+
+@pytest.mark.parametrize("made", ["read-only", "unaligned", "other byte order"])
+def test_arrays_that_loops_do_not_take_are_copied(made):
+    packer = Packer(PackerConfig(vocab_size=100, capacity=4, eos_token_ids=(), logprobs=True, max_top_logprobs=2))
+    handles = packer.admit([Request("a", [1], return_logprob=True, top_logprobs_num=2)])
+    inputs = {
+        "handles": handles,
+        "token_ids": np.array([7]),
+        "logprobs": np.array([-0.5], np.float32),
+        "top_logprobs_val": np.array([[-0.5, -2.0]], np.float32),
+        "top_logprobs_idx": np.array([[7, 9]]),
+    }
+    step = packer.step(**{name: _odd(array, made) for name, array in inputs.items()}).wait()
+    assert step.token_ids.tolist() == [7]
+    assert step.families.tolist() == [*np.array([-0.5, -2.0], np.float32).view(np.int32).tolist(), 7, 9]
+
+
+def _odd(array, made):
+    """The same values in an array of another kind."""
+    if made == "unaligned":
+        odd = np.frombuffer(bytearray(b"x" + array.tobytes()), array.dtype, offset=1).reshape(array.shape)
+        assert not odd.flags.aligned
+        return odd
+    odd = array.astype(array.dtype.newbyteorder(">")) if made == "other byte order" else array.copy()
+    odd.setflags(write=made != "read-only")
+    return odd
