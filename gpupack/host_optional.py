@@ -85,7 +85,7 @@ class HostOptional:
         top_val, top_idx, ids_val = inputs.top_logprobs_val, inputs.top_logprobs_idx, inputs.token_ids_logprobs_val
         if (top_val is None) != (top_idx is None):
             raise InputError("top_logprobs_val, top_logprobs_idx: expected both or none, got one")
-        values = indices = scores = NOTHING
+        top_words = idx_words = ids_words = NOTHING
         top = ids = top_row = ids_row = 0
         positions, step = ANY_LENGTH, 1
         if self._takes_top and top_val is not None:
@@ -96,17 +96,19 @@ class HostOptional:
                 raise InputError(f"top_logprobs_idx: expected shape {values.shape}, got {indices.shape}")
             positions, top, step = _positions(values), values.shape[-1], indices.itemsize // L.WORD
             top_row = positions * top
+            top_words, idx_words = _words(values), _words(indices)
         if self._takes_ids and ids_val is not None:
             scores = host_array("token_ids_logprobs_val", ids_val, (np.float32,), (2, 3))
             check_rows("token_ids_logprobs_val", scores, batch)
             ids, ids_row = scores.shape[-1], _positions(scores) * scores.shape[-1]
             positions = min(positions, _positions(scores))
+            ids_words = _words(scores)
         block = cap = NOTHING
         if self._speculative:
             block = self._lens("block_accept_lens", inputs.block_accept_lens, batch)
             cap = self._lens("cap_lens", inputs.cap_lens, batch)
         strides = strides_of(self._record, top, ids, step, top_row, ids_row) if top or ids else NO_STRIDES
-        return OptionalInputs(_words(values), _words(indices), _words(scores), strides, positions, NOTHING, block, cap)
+        return OptionalInputs(top_words, idx_words, ids_words, strides, positions, NOTHING, block, cap)
 
     def arrays(self, optional: OptionalInputs) -> tuple[Any, ...]:
         """The tuple of `loop_optional.OPTIONAL`."""

@@ -46,7 +46,7 @@ class DeviceBackend:
     it: what it has not, or not any more, the engine's lists have, and if it fails the host backend goes on.
     """
 
-    def __init__(self, roster: Roster, stats: Stats) -> None:
+    def __init__(self, scheduler: Any, sender: Any, roster: Roster, stats: Stats) -> None:
         self._roster, self._stats = roster, stats
         self._backlog = Backlog(roster)
         self._packer: Packer | None = None
@@ -54,22 +54,21 @@ class DeviceBackend:
         self._why: str | None = None  # nothing is packed in this engine
         self._prepared: DeviceStep | None = None
         self._current: tuple[Any, DeviceStep] | None = None
+        self._guarded(lambda: self._begin_with(scheduler, sender), None)
 
     # --- as the engine launches a batch -----------------------------------------------------------
 
-    def relayed(self, scheduler: Any, batch: Any, result: Any) -> None:
+    def relayed(self, batch: Any, result: Any) -> None:
         """A batch was sampled: enqueue its launch on the current stream, which is the forward stream."""
         step = result.gpupack = DeviceStep(self)
-        self._guarded(lambda: self._launch(scheduler, batch, result, step), step)
+        self._guarded(lambda: self._launch(batch, result, step), step)
 
     def copied(self, step: DeviceStep) -> None:
         """Its result is about to be copied to the host: what is packed goes along, on the current stream."""
         if step is self._prepared:
             self._guarded(self._commit, step)
 
-    def _launch(self, scheduler: Any, batch: Any, result: Any, step: DeviceStep) -> None:
-        if self._packer is None:
-            self._begin_with(scheduler)
+    def _launch(self, batch: Any, result: Any, step: DeviceStep) -> None:
         assert self._packer is not None
         assert self._handles is not None
         if self._prepared is not None:
@@ -91,16 +90,13 @@ class DeviceBackend:
         step, self._prepared = self._prepared, None
         step.ticket = self._packer.commit_launch()
 
-    def _begin_with(self, scheduler: Any) -> None:
-        """Make the packer: with the first batch, when the engine's pool is there."""
-        why = why_not_here(scheduler)
-        if why is not None:
-            self._why = why
-            raise NotPacked(why)
-        generations = scheduler.req_to_token_pool.req_generation.numpy()
-        self._packer = Packer(config_of(scheduler, len(generations)))
-        self._handles = PoolHandles(self._packer, generations)
-        logger.info("gpupack: steps are packed by %s", type(self._packer.backend).__name__)
+    def _begin_with(self, scheduler: Any, sender: Any) -> None:
+        """Make the packer, which compiles, before the engine serves."""
+        self._why = why_not_here(scheduler, sender)
+        if self._why is None:
+            generations = scheduler.req_to_token_pool.req_generation.numpy()
+            self._packer = Packer(config_of(scheduler, len(generations)))
+            self._handles = PoolHandles(self._packer, generations)
 
     # --- as the engine processes its result -------------------------------------------------------
 

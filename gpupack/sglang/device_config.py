@@ -13,9 +13,8 @@ IN_FLIGHT = 4
 DEVICES = ("cuda", "cpu")
 
 
-def why_not_here(scheduler: Any) -> str | None:
-    """Why no step of this engine is packed on its device; None: they are."""
-    sender = scheduler.output_streamer.send_to_detokenizer
+def why_not_here(scheduler: Any, sender: Any) -> str | None:
+    """Why no step of this engine is packed on its device; None: they are. `sender` is its streamer's."""
     if getattr(sender, "socket", sender) is None:
         return "a rank without a socket"
     if scheduler.disaggregation_mode.name != "NULL":

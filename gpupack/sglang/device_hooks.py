@@ -47,7 +47,7 @@ def around_relay(original: Any, scheduler: Any, batch: Any, indices: Any, result
     answer = original(scheduler, batch, indices, result)
     backend = backend_of(scheduler)
     if backend is not None and scheduler.enable_overlap:
-        backend.relayed(scheduler, batch, result)
+        backend.relayed(batch, result)
     return answer
 
 
@@ -72,7 +72,7 @@ def around_settled(original: Any, scheduler: Any, batch: Any, result: Any) -> An
     answer = original(scheduler, batch, result)
     backend = backend_of(scheduler)
     if backend is not None:
-        backend.relayed(scheduler, batch, result)
+        backend.relayed(batch, result)
         backend.copied(result.gpupack)
     return answer
 

@@ -40,7 +40,9 @@ class HostStreamer:
     read after it.
     """
 
-    def __init__(self, streamer: Any, engine: EngineVersion, settings: Settings, *, custom: bool) -> None:
+    def __init__(
+        self, streamer: Any, engine: EngineVersion, settings: Settings, *, custom: bool, scheduler: Any = None
+    ) -> None:
         self._streamer, self._engine = streamer, engine
         self._policy = engine.policy.bits
         self._force_interval = int(import_module(STREAMERS).DEFAULT_FORCE_STREAM_INTERVAL)
@@ -65,7 +67,7 @@ class HostStreamer:
         if settings.backend == "device" and self._why_engine is None:
             from gpupack.sglang.device_backend import DeviceBackend  # compiles loops that others do not need
 
-            self.device = DeviceBackend(self.roster, self.stats)
+            self.device = DeviceBackend(scheduler, streamer.send_to_detokenizer, self.roster, self.stats)
         self.stats.labels.update(version=engine.version, wire=self.wire, backend=settings.backend)
         self.stats.start(metrics=bool(getattr(streamer.server_args, "enable_metrics", False)))
         logger.info(
@@ -189,15 +191,20 @@ def _backend_of(streamer: Any, settings: Settings) -> str:
     return "device (cpu packer)"
 
 
-def streamer_class(base: type, engine: EngineVersion, settings: Settings, *, custom: bool = False) -> type:
-    """The class that takes the place of the engine's streamer `base`; `custom`: that is not the engine's own."""
+def streamer_class(
+    base: type, engine: EngineVersion, settings: Settings, *, custom: bool = False, scheduler: Any = None
+) -> type:
+    """The class that takes the place of the engine's streamer `base`; `custom`: that is not the engine's own.
+
+    `scheduler` is the engine's, whose streamer it will be; the device backend needs it.
+    """
 
     class GpupackOutputStreamer(base):  # type: ignore[misc]
         """The engine's streamer, its generation path by gpupack."""
 
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
-            self.gpupack = HostStreamer(self, engine, settings, custom=custom)
+            self.gpupack = HostStreamer(self, engine, settings, custom=custom, scheduler=scheduler)
 
         def _stream_output_generation(
             self, reqs: list[Any], return_logprob: bool, skip_req: Any = None, is_idle_batch: bool = False

@@ -71,6 +71,6 @@ def _hook_scheduler(engine: EngineVersion, settings: Settings) -> None:
 
     def around(original: Any, scheduler: Any) -> type:
         base = original(scheduler)
-        return streamer_class(base, engine, settings, custom=base is not known)
+        return streamer_class(base, engine, settings, custom=base is not known, scheduler=scheduler)
 
     hooks.HookRegistry.register(engine.target, around, hooks.HookType.AROUND)
