@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import pickle
+import warnings
 from typing import Any
 
-from real import VERSION, Outbox, RealStreamer, Setting, output_streamer
+from real import VERSION, RealStreamer, Setting, output_streamer
 
 from gpupack.sglang.host_streamer import streamer_class
 from gpupack.sglang.native_receiver import NativeReceiver
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.versions import VERSIONS
+from gpupack.wire.frame import MAGIC
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 
 
-@dataclass
-class Inbox(Outbox):
-    """Where the plugin sends: keeps the newest message, which it makes of a frame as the detokenizer's end does."""
+class Inbox(SenderWrapper):
+    """The engine's sender on this in place of a socket; keeps the newest message as the detokenizer's end has it."""
 
-    receiver: NativeReceiver = field(default_factory=NativeReceiver)
+    def __init__(self) -> None:
+        super().__init__(self)
+        self.message: Any = None
+        self._receiver = NativeReceiver()
 
-    @property
-    def socket(self) -> Inbox:
-        """Where frames are sent."""
-        return self
+    def send_output(self, output: Any, recv_obj: Any = None) -> None:
+        """Take a message that is not pickled."""
+        self.message = output
 
     def send(self, data: Any) -> None:
-        """Take a frame; one that only ends handles is no message."""
-        self.message = self.receiver.expand(bytes(data)) or self.message
+        """Take a frame or a pickled message; a frame that only ends handles is no message."""
+        if data[: len(MAGIC)] == MAGIC:
+            self.message = self._receiver.expand(bytes(data)) or self.message
+        else:
+            self.message = pickle.loads(data)
 
 
 def plugged(setting: Setting, base: Any = None, *, custom: bool = False, **settings: Any) -> RealStreamer:
