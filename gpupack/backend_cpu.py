@@ -23,6 +23,7 @@ from gpupack.packed import PackedStep
 from gpupack.request import Resume
 from gpupack.state import HostArenas
 
+LEAST_RUN = 8  # rows; a shorter run is packed faster a row at a time
 _NOTHING = np.empty(0, np.int32)
 _NO_SPAN: AbstractContextManager[object] = nullcontext()
 
@@ -55,7 +56,7 @@ class _Sized(NamedTuple):
     geometry: L.PackedLayout
     places: tuple[int, ...]  # `compiled.PLACES`
     ones: NDArray[np.int32]  # one token each
-    kinds: NDArray[np.int32]  # room for `loop_runs`
+    kinds: NDArray[np.uint8]  # room for `loop_runs`
 
 
 class CpuBackend:
@@ -69,12 +70,12 @@ class CpuBackend:
         self.arenas = HostArenas(config)
         self.buffer_words = self.layout(config.batch_capacity).size
         self._free = [np.empty(self.buffer_words, np.int32) for _ in range(config.buffers)]
-        self._limits = np.zeros(5, np.int64)
+        self._limits = np.zeros(check.LIMITS, np.int64)
         self._limits[[check.LIMIT_POLICY, check.LIMIT_VOCAB]] = config.policy.bits, config.vocab_size
         self._limits[[check.LIMIT_BACKLOG, check.LIMIT_FAMILIES]] = config.backlog_limit, config.family_limit
-        self._limits[check.LIMIT_CAP] = config.max_accept
+        self._limits[[check.LIMIT_CAP, check.LIMIT_RUN]] = config.max_accept, LEAST_RUN
         self._seen = np.zeros(config.capacity, np.int64)
-        self._kinds = np.empty(config.batch_capacity, np.int32)
+        self._kinds = np.empty(config.batch_capacity, np.uint8)
         self._ones = np.ones(config.batch_capacity, np.int32)
         self._sized: dict[int, _Sized] = {}  # by rows, at most one for each size of a batch
         self._launch = 0

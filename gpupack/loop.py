@@ -7,13 +7,13 @@ when this module is imported, or loaded from Numba's cache, so that nothing comp
 
 from __future__ import annotations
 
-from numba import boolean, int32, int64, njit, types
+from numba import boolean, int32, int64, njit, types, uint8
 
 from gpupack import layout as L
 from gpupack import loop_optional
 from gpupack.compiled import COMPILED, MATRIX32, PLACES, VECTOR32, VECTOR64, called, inlined
-from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, OK, check_batch
-from gpupack.loop_runs import OTHER, put_run, run_end
+from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_RUN, LIMIT_VOCAB, OK, check_batch
+from gpupack.loop_runs import CONVEYED, put_run, run_end
 from gpupack.rule import as_int32, finish_of, live_slot, send_of
 
 
@@ -75,10 +75,11 @@ def pack_batch(
     state, token_ring, logprob_ring, optional, handles, accept_lens, token_ids, token_starts, logprobs, logprob_starts,
     control, out, places, limits, mode, launch, kinds,
 ):  # fmt: skip
-    """Pack a batch; `kinds` int32 `[B]` as `loop_check` writes them, or all OTHER."""
+    """Pack a batch; `kinds` uint8 `[B]` as `loop_check` writes them, or all OTHER."""
     stride, token_base, logprob_base, family_base = places
     policy, vocab_size = limits[LIMIT_POLICY], limits[LIMIT_VOCAB]
     backlog_limit, family_limit = limits[LIMIT_BACKLOG], limits[LIMIT_FAMILIES]
+    least_run = max(limits[LIMIT_RUN], 1)
     rows = tokens = scores = families = 0
     out[: L.HEADER_WORDS] = 0
     end_row(out, stride, -1, 0, 0, 0)
@@ -87,14 +88,14 @@ def pack_batch(
     for i in range(handles.shape[0]):
         if i < done:
             continue
-        if kinds[i] != OTHER:
-            done = run_end(kinds, i)
+        until = run_end(kinds, i)
+        if until - i >= least_run:
             scores, families = put_run(
-                state, optional, kinds, i, done, handles, token_ids, token_starts, logprobs, logprob_starts, out,
+                state, optional, kinds, i, until, handles, token_ids, token_starts, logprobs, logprob_starts, out,
                 places, rows, tokens, scores, families,
             )  # fmt: skip
-            out[L.H_CONVEYED] += (done - i) * (kinds[i] < OTHER)
-            rows, tokens = rows + done - i, tokens + done - i
+            out[L.H_CONVEYED] += (until - i) * (kinds[i] == CONVEYED)
+            rows, tokens, done = rows + until - i, tokens + until - i, until
             continue
         slot = live_slot(state, handles[i])
         if slot < 0:
@@ -238,7 +239,7 @@ def compile_step(optional):
     signatures = [
         types.UniTuple(int64, 2)(
             MATRIX32, MATRIX32, MATRIX32, optional, VECTOR64, VECTOR32, token[::1], VECTOR32, VECTOR32, VECTOR32,
-            MATRIX32, VECTOR32, PLACES, VECTOR64, int64, int64, VECTOR32, VECTOR64, int64, int64, boolean,
+            MATRIX32, VECTOR32, PLACES, VECTOR64, int64, int64, uint8[::1], VECTOR64, int64, int64, boolean,
         )
         for token in (int32, int64)
     ]  # fmt: skip

@@ -28,8 +28,9 @@ from gpupack.rule import live_slot
 ) = range(12)
 
 
-# What of a configuration bounds a step, int64 `[5]`.
-LIMIT_POLICY, LIMIT_VOCAB, LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_CAP = range(5)
+# What of a configuration bounds a step, int64 `[6]`; LIMIT_RUN: rows of a run from which on it is packed as one.
+LIMIT_POLICY, LIMIT_VOCAB, LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_CAP, LIMIT_RUN = range(6)
+LIMITS = 6
 
 
 @called
@@ -39,9 +40,10 @@ def check_batch(
 ):  # fmt: skip
     """What is wrong with the inputs, before anything is changed: (OK, 0) or (cause, row).
 
-    `seen` int64 `[capacity]` has the number of the newest check, `check`, by slot; `kinds` int32 `[B]` is written.
+    `seen` int64 `[capacity]` has the number of the newest check, `check`, by slot; `kinds` uint8 `[B]`, those of
+    `loop_runs`, is written.
     """
-    plain = control.shape[1] == 0 and mode & L.MODE_APPEND != 0
+    plain = mode & L.MODE_APPEND != 0
     if optional is not None:
         plain = plain and counts_nothing(optional)
     backlog_limit, family_limit = limits[LIMIT_BACKLOG], limits[LIMIT_FAMILIES]
@@ -75,7 +77,7 @@ def check_batch(
                 return BAD_BLOCK_LEN, i
             if cap.shape[0] and (cap[i] < 0 or cap[i] > limits[LIMIT_CAP]):
                 return BAD_CAP_LEN, i
-        if plain:
+        if plain and (control.shape[1] == 0 or (asked == 0 and control[L.CONTROL_VISIBLE_LEN, i] < 0)):
             token = token_ids[token_starts[i]] if accept else 0
             kinds[i] = kind_of(state, slot, state[slot, L.FLAGS], accept, token, mode, limits[LIMIT_VOCAB])
         if control.shape[1] == 0 or state[slot, L.FLAGS] & L.STATE_FINISHED:

@@ -11,8 +11,8 @@ from gpupack import loop_optional
 from gpupack.compiled import called, inlined
 from gpupack.rule import as_int32, is_usual
 
-# Kind of a row: its slot if it is usual, OTHER, or below that a conveyed one.
-OTHER = -1
+# Kind of a row.
+OTHER, USUAL, CONVEYED = range(3)
 
 
 @inlined
@@ -21,19 +21,19 @@ def kind_of(state, slot, flags, accept, token, mode, vocab_size):
     if accept != 1:
         return OTHER
     if flags & L.STATE_CONVEYED:
-        return OTHER - 1 - slot
+        return CONVEYED
     if mode & L.MODE_PACK and is_usual(state, slot, flags, token, mode, vocab_size):
-        return slot
+        return USUAL
     return OTHER
 
 
 @inlined
 def run_end(kinds, begin):
-    """Where the run ends that begins with row `begin`: rows that are all usual, or all conveyed."""
-    conveyed = kinds[begin] < OTHER
-    end = begin + 1
-    while end < kinds.shape[0] and kinds[end] != OTHER and (kinds[end] < OTHER) == conveyed:
-        end += 1
+    """Where the run ends that begins with row `begin`, whose rows are all usual or all conveyed; `begin` for none."""
+    end = begin
+    if kinds[begin] != OTHER:
+        while end < kinds.shape[0] and kinds[end] == kinds[begin]:
+            end += 1
     return end
 
 
@@ -60,7 +60,7 @@ def put_run(
 ):  # fmt: skip
     """Write the rows of [begin, end), which are usual or conveyed; returns where logprobs and families end then."""
     stride, count = places[0], end - begin
-    conveyed = kinds[begin] < OTHER
+    conveyed = kinds[begin] == CONVEYED
     columns = out[L.HEADER_WORDS + rows :]
     slots = columns[L.R_SLOT * stride : L.R_SLOT * stride + count]
     generations = columns[L.R_GENERATION * stride : L.R_GENERATION * stride + count]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.compiled import COMPILED
 from gpupack.loop import pack_batch
-from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB
+from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, LIMITS
 from gpupack.loop_runs import OTHER
 
 INT32_MAX = 2**31 - 1
@@ -138,12 +138,12 @@ class Launch:
         lens = np.where(wrong, 0, self.lens).astype(np.int32)
         starts = np.arange(len(handles), dtype=np.int32) * self.word[L.LAUNCH_MAX_ACCEPT]
         out = np.zeros(layout.size + SLACK, np.int32)
-        limits = np.zeros(5, np.int64)
+        limits = np.zeros(LIMITS, np.int64)
         limits[[LIMIT_POLICY, LIMIT_VOCAB]] = k["POLICY"], k["VOCAB_SIZE"]
         limits[[LIMIT_BACKLOG, LIMIT_FAMILIES]] = k["BACKLOG_LIMIT"], k["FAMILY_LIMIT"]
         _pack_batch(
             state, tokens, scores, self.optional, handles, lens, self.token_ids, starts, self.scores, starts,
-            self.asked, out, layout[:4], limits, self.mode, self.number, np.full(len(handles), OTHER, np.int32),
+            self.asked, out, layout[:4], limits, self.mode, self.number, np.full(len(handles), OTHER, np.uint8),
         )  # fmt: skip
         out[L.H_BATCH] = self.batch
         out[L.H_ERROR] = (

@@ -20,6 +20,7 @@ from strategies import ODD_BITS, Admit, Batch, End, Life, Readmit, RowPlan, Take
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
+from gpupack.loop_check import LIMIT_RUN
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer, Ticket
 from gpupack.request import Request, Resume
@@ -44,7 +45,14 @@ def poison_cpu(packer: Packer, word: int) -> None:
         buffer.fill(word)
 
 
-HARNESSES = [Harness("cpu", Packer, poison_cpu)]
+def packer_of_runs(config: PackerConfig, **options: Any) -> Packer:
+    """A packer to which one row is a run already: batches of lives are small."""
+    packer = Packer(config, **options)
+    packer.backend._limits[LIMIT_RUN] = 1
+    return packer
+
+
+HARNESSES = [Harness("cpu", Packer, poison_cpu), Harness("cpu, in runs", packer_of_runs, poison_cpu)]
 
 
 @pytest.fixture(params=HARNESSES, ids=lambda harness: harness.name, scope="module")
