@@ -69,12 +69,17 @@ REQUEST = st.fixed_dictionaries(
         "asks": st.booleans(),
         "interval": st.integers(0, 4),
         "cursor": st.integers(0, 60),
+        "behind": st.integers(0, 2),
         "new": st.integers(0, 9),
         "end": st.sampled_from([C.RUNNING, C.RUNNING, C.LATE, 0, 3]),
         "held": st.booleans(),
         "retracted": st.booleans(),
     }
 )
+
+
+def scored_before(request):
+    return max(request["cursor"] - request["behind"], 0)
 
 
 def due(request, policy, default, force):
@@ -102,7 +107,7 @@ def test_the_rule_over_lengths_is_the_specs(requests, newer, scores, default, sk
     slots = np.arange(n, dtype=np.int32)[::-1].copy()
     for slot, one in zip(slots.tolist(), requests, strict=True):
         flags = L.STATE_STREAM * one["stream"] | L.STATE_LOGPROBS * one["scores"] | C.ASK_HOLD * one["asks"]
-        cursors[slot] = flags, one["interval"] if one["stream"] else 0, one["cursor"], one["cursor"], 0
+        cursors[slot] = flags, one["interval"] if one["stream"] else 0, one["cursor"], scored_before(one), 0
     lens = np.array([one["cursor"] + one["new"] for one in requests], np.int32)
     ends = np.array([one["end"] for one in requests], np.int32)
     actions, rows = np.empty(n, np.uint8), np.zeros((C.ROW_WIDTH, n), np.int32)
@@ -112,7 +117,8 @@ def test_the_rule_over_lengths_is_the_specs(requests, newer, scores, default, sk
     assert asks == np.count_nonzero(actions == C.ASKS)
     for i in np.flatnonzero(actions == C.ASKS):
         actions[i] = C.NOTHING if requests[i]["held"] else C.SENDS
-    sent = C.advance(cursors, slots, lens, ends, actions, retracted, scores, policy.bits, rows)
+    facts = np.zeros(C.FACTS, np.int64)
+    sent = C.advance(cursors, slots, lens, ends, actions, retracted, scores, policy.bits, rows, facts)
 
     expected = []
     for i, one in enumerate(requests):
@@ -122,9 +128,16 @@ def test_the_rule_over_lengths_is_the_specs(requests, newer, scores, default, sk
             continue
         end = one["end"] if one["end"] >= 0 else int(lens[i])
         score_end = end if one["retracted"] and newer else max(end, 1)
-        asked = (one["cursor"], score_end) if scores and one["scores"] else (0, 0)
+        asked = (scored_before(one), score_end) if scores and one["scores"] else (0, 0)
         expected.append([i, int(slots[i]), one["cursor"], end, *asked, 1])
     assert rows[:, :sent].T.tolist() == expected
+    asks_scores = [scores and requests[row[0]]["scores"] for row in expected]
+    assert facts.tolist() == [
+        sum(max(row[3] - row[2], 0) for row in expected),
+        all(row[3] == row[2] + 1 == lens[row[0]] for row in expected),
+        scores and all(asks and row[5] == row[4] + 1 for row, asks in zip(expected, asks_scores, strict=True)),
+        any(asks and row[4] < row[2] for row, asks in zip(expected, asks_scores, strict=True)),
+    ]
     assert all(cursors[row[1], C.TOKEN_CURSOR] == row[3] and cursors[row[1], C.OPENED] for row in expected)
 
 

@@ -22,13 +22,20 @@ class Batch:
 
     Attributes
     ----------
-    slots, lens
+    group
+        What stays as it is of the requests; `slots` int32 `[n]` is from there.
+    lens
         int32 `[n]`.
     ids
         The requests' own output ids.
     ends
         int32 `[n]`: where the output of a finished request ends, else `cursors.RUNNING`, or `cursors.LATE` for one
         whose final row has gone out.
+    odd
+        Requests of which there is more to say than of one that decodes: finished, once retracted, with reasoning
+        tokens or customized info.
+    facts
+        int64 `[cursors.FACTS]`: what `cursors.advance` said of the rows.
     retracted
         uint8 `[n]`, or empty where nobody looks at it.
     skipped
@@ -40,35 +47,51 @@ class Batch:
     """
 
     __slots__ = (
-        "ends", "final", "ids", "lens", "packed", "reqs", "retracted", "return_logprob", "skipped", "slots", "wanted",
+        "ends", "facts", "final", "group", "ids", "lens", "odd", "packed", "reqs", "retracted", "return_logprob",
+        "skipped", "slots", "wanted",
     )  # fmt: skip
 
     def __init__(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, roster: Roster) -> None:
         self.reqs = reqs
         self.packed: PackedItems | None = None
         self.return_logprob = return_logprob
-        self.slots = roster.slots_of(reqs)
-        count = len(reqs)
+        self.group = roster.group_of(reqs)
+        self.slots = self.group.slots
+        self.facts = np.zeros(C.FACTS, np.int64)
         self.ids = [req.output_ids for req in reqs]
-        lens = list(map(len, self.ids))
-        self.lens = np.array(lens, np.int32)
+        self.lens = np.fromiter(map(len, self.ids), np.int32, len(reqs))
         self.skipped = -1
         if skip_req is not None:
             self.skipped = next((i for i, req in enumerate(reqs) if req is skip_req), -1)
-        self.ends = np.full(count, C.RUNNING, np.int32)
-        reasons = [req.finished_reason for req in reqs]
+        self.odd = [
+            i
+            for i, req in enumerate(reqs)
+            if req.finished_reason is not None
+            or req.retraction_count
+            or req.reasoning_tokens
+            or req.customized_info is not None
+        ]
+        self.ends = np.full(len(reqs), C.RUNNING, np.int32)
         self.final: list[int] = []
-        if reasons.count(None) != count:
-            for i, reason in enumerate(reasons):
-                if reason is not None and i != self.skipped:
-                    self._finished(i, reqs[i], lens[i])
         self.retracted = _NONE8
-        if return_logprob:
-            self.retracted = np.array([req.is_retracted for req in reqs], np.uint8)
-        wanted = roster.wanted[self.slots]
+        if self.odd:
+            self._take_odd()
+        wanted = self.group.wanted
         if self.skipped >= 0:
-            wanted[self.skipped] = 0
+            wanted = np.delete(wanted, self.skipped)
         self.wanted = int(np.bitwise_or.reduce(wanted, initial=0))
+
+    def _take_odd(self) -> None:
+        retracted = []
+        for i in self.odd:
+            req = self.reqs[i]
+            if req.finished_reason is not None and i != self.skipped:
+                self._finished(i, req, int(self.lens[i]))
+            if req.is_retracted:
+                retracted.append(i)
+        if self.return_logprob and retracted:
+            self.retracted = np.zeros(len(self.reqs), np.uint8)
+            self.retracted[retracted] = 1
 
     def _finished(self, row: int, req: Any, length: int) -> None:
         if req.finished_output:
@@ -92,3 +115,10 @@ class Batch:
             return list(self.reqs), self.ids
         indices = rows[C.BATCH_INDEX].tolist()
         return [self.reqs[i] for i in indices], [self.ids[i] for i in indices]
+
+    def odd_rows(self, rows: NDArray[np.int32]) -> list[int]:
+        """Rows of `odd`."""
+        if not self.odd or rows.shape[1] == len(self.reqs):
+            return self.odd
+        row_of = dict(zip(rows[C.BATCH_INDEX].tolist(), range(rows.shape[1]), strict=True))
+        return [row_of[i] for i in self.odd if i in row_of]

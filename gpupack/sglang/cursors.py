@@ -27,6 +27,12 @@ RUNNING, LATE = -1, -2
 BATCH_INDEX, SLOT, TOKEN_BEGIN, TOKEN_END, LOGPROB_BEGIN, LOGPROB_END, FIRST = range(7)
 ROW_WIDTH = 7
 
+# What `advance` says of all rows together.
+TOKENS, USUAL, USUAL_SCORES, BACKLOG = range(4)
+"""Tokens in the rows; whether each row is the last id of its list and no more, as after a decode step; whether
+each has one logprob; whether one has logprobs of tokens that were sent before."""
+FACTS = 4
+
 
 @njit(int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, int64, int64, int64, int64, uint8[::1]), **COMPILED)
 def find_due(cursors, slots, lens, ends, skipped, interval, force_interval, policy, actions):
@@ -51,10 +57,13 @@ def find_due(cursors, slots, lens, ends, skipped, interval, force_interval, poli
     return asks
 
 
-@njit(int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, uint8[::1], uint8[::1], boolean, int64, int32[:, ::1]), **COMPILED)
-def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows):
+@njit(
+    int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, uint8[::1], uint8[::1], boolean, int64, int32[:, ::1], int64[::1]),
+    **COMPILED,
+)
+def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows, facts):
     """Write the rows that send and move their cursors; returns how many. `scores`: logprobs go with this batch."""
-    count = 0
+    count, tokens, usual, usual_scores, backlog = 0, 0, True, scores, False
     for i in range(slots.shape[0]):
         if actions[i] != SENDS:
             continue
@@ -65,6 +74,8 @@ def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows
         rows[TOKEN_BEGIN, count] = cursors[slot, TOKEN_CURSOR]
         rows[TOKEN_END, count] = end
         rows[FIRST, count] = cursors[slot, OPENED] == 0
+        tokens += max(end - cursors[slot, TOKEN_CURSOR], 0)
+        usual &= end == cursors[slot, TOKEN_CURSOR] + 1 and end == lens[i]
         cursors[slot, TOKEN_CURSOR] = end
         cursors[slot, OPENED] = 1
         if scores and cursors[slot, FLAGS] & L.STATE_LOGPROBS:
@@ -72,6 +83,11 @@ def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows
                 end = max(end, 1)
             rows[LOGPROB_BEGIN, count] = cursors[slot, LOGPROB_CURSOR]
             rows[LOGPROB_END, count] = end
+            usual_scores &= end == cursors[slot, LOGPROB_CURSOR] + 1
+            backlog |= cursors[slot, LOGPROB_CURSOR] < rows[TOKEN_BEGIN, count]
             cursors[slot, LOGPROB_CURSOR] = end
+        else:
+            usual_scores = False
         count += 1
+    facts[TOKENS], facts[USUAL], facts[USUAL_SCORES], facts[BACKLOG] = tokens, usual, usual_scores, backlog
     return count

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.sglang import cursors as C
+from gpupack.sglang.sending import Sending
+from gpupack.sglang.usual_scores import UsualScores, usual_scores
 
 Int32 = NDArray[np.int32]
 
@@ -30,25 +32,33 @@ class Scores(NamedTuple):
     families: Int32 | None
 
 
-def token_items(ids: list[Any], lens: Int32, rows: Int32) -> Items:
-    """What each row has of output ids of these lengths. OverflowError for an id that does not fit into 32 bits."""
-    begins, ends = rows[C.TOKEN_BEGIN], rows[C.TOKEN_END]
-    lengths = np.maximum(ends - begins, 0)
-    if np.array_equal(ends, lens) and np.array_equal(lengths, np.ones_like(lengths)):  # a decode step
+def token_items(sending: Sending) -> Items:
+    """What each row has of its output ids. OverflowError for an id that does not fit into 32 bits."""
+    batch, rows, ids = sending.batch, sending.rows, sending.ids
+    if batch.packed is not None:
+        return batch.packed.tokens
+    if batch.facts[C.USUAL]:
         return Items(np.arange(len(ids) + 1, dtype=np.int32), np.array([one[-1] for one in ids], np.int32))
+    begins, ends = rows[C.TOKEN_BEGIN], rows[C.TOKEN_END]
     cut = [one[begin:end] for one, begin, end in zip(ids, begins.tolist(), ends.tolist(), strict=True)]
     wide = np.frombuffer(b"".join(cut), np.int64)
     narrow = wide.astype(np.int32)
     if not np.array_equal(narrow, wide):
         raise OverflowError("token ids: expected 32 bits")
-    return Items(_indptr(lengths), narrow)
+    return Items(_indptr(np.maximum(ends - begins, 0)), narrow)
 
 
-def logprob_items(reqs: list[Any], rows: Int32, widths: Int32) -> Scores:
+def logprob_items(sending: Sending, widths: Int32) -> Scores:
     """The logprobs of each row, so far as there are any, and their records.
 
     `widths` int32 `[rows, 2]`: top and token-ids logprobs a position that each request asked for.
     """
+    if sending.batch.packed is not None:
+        return sending.batch.packed.scores
+    usual = usual_scores(sending)
+    if usual is not None:
+        return _usual(usual)
+    reqs, rows = sending.reqs, sending.rows
     cuts = list(map(slice, rows[C.LOGPROB_BEGIN].tolist(), rows[C.LOGPROB_END].tolist()))
     logs = [req.logprob if req.return_logprob else None for req in reqs]
     values = [() if log is None else log.output_token_logprobs_val[cut] for log, cut in zip(logs, cuts, strict=True)]
@@ -70,6 +80,19 @@ def logprob_items(reqs: list[Any], rows: Int32, widths: Int32) -> Scores:
     return Scores(_indptr(lengths), logprobs, indptr, families)
 
 
+def _usual(scores: UsualScores) -> Scores:
+    """One position a row."""
+    rows, top = scores.top_values.shape
+    indptr = np.arange(rows + 1, dtype=np.int32)
+    logprobs = scores.values.astype(np.float32)
+    if not top:
+        return Scores(indptr, logprobs, None, None)
+    records = np.empty((rows, 2 * top), np.int32)
+    records[:, :top] = scores.top_values.astype(np.float32).view(np.int32)
+    records[:, top:] = scores.top_ids
+    return Scores(indptr, logprobs, 2 * top * indptr, records.ravel())
+
+
 def _records(parts: list[Any], top: int, ids: int) -> Int32:
     """Records of the positions of rows of one width: top values, top ids, token-ids values."""
     columns = []
@@ -87,8 +110,11 @@ def _table(rows: list[list[list[Any]]], width: int, dtype: Any) -> NDArray[Any]:
     return np.array(list(chain.from_iterable(chain.from_iterable(rows))), dtype).reshape(-1, width)
 
 
-def with_hidden(reqs: list[Any], rows: Int32, flags: Int32, tokens: Items, scores: Scores) -> Items:
+def with_hidden(sending: Sending, flags: Int32, tokens: Items, scores: Scores) -> Items:
     """Tokens with the one, not output, of each row that has a logprob at length 0; their rows are flagged."""
+    if sending.batch.facts[C.USUAL]:
+        return tokens
+    reqs, rows = sending.reqs, sending.rows
     hidden = np.flatnonzero((rows[C.TOKEN_END] == 0) & (np.diff(scores.indptr) == 1))
     hidden = hidden[[bool(len(reqs[row].output_ids)) for row in hidden.tolist()]] if len(hidden) else hidden
     if not len(hidden):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from gpupack.sglang import cursors as C
 from gpupack.sglang.roster import SETTLED, STATIC, Roster
@@ -36,36 +35,40 @@ class SideMaker:
         self._weights = WeightSpans(streamer, engine)
         self._decode_server = streamer.disaggregation_mode.name == "DECODE"
 
-    def side(self, sending: Sending, reasoning: list[int]) -> tuple[SideRecord, list[int]]:
-        """The side record of rows with these reasoning tokens, and the rows whose input logprobs are in it.
+    def side(self, sending: Sending, opening: list[int]) -> tuple[SideRecord, list[int]]:
+        """The side record of rows, some of which open, and the rows whose input logprobs are in it.
 
         WireError for input logprobs that a frame cannot carry.
         """
         extras: Extras = {row: {"finish": reason_of(sending.reqs[row])} for row in sending.final}
-        counts = self._counts(sending, reasoning)
-        self._add_counts(extras, counts, sending)
-        self._add_time_stats(extras, {*counts, *sending.opening, *sending.final}, sending)
+        counts = self._counts(sending)
+        self._add_counts(extras, counts, sending, opening)
+        self._add_time_stats(extras, {*counts, *opening, *sending.final}, sending)
         fresh: list[int] = []
         if sending.batch.return_logprob and not self._decode_server:
-            fresh = _add_input_logprobs(extras, sending.reqs)
-        openings = [self._opening(row, sending) for row in sending.opening]
+            fresh = self._roster.fresh_inputs(sending.batch.group, sending.reqs, sending.slots)
+            _add_input_logprobs(extras, sending.reqs, fresh)
+        openings = [self._opening(row, sending) for row in opening]
         records = [RowExtras(row=row, **extras[row]) for row in sorted(extras)]
         return SideRecord(openings=openings, extras=records), fresh
 
-    def _counts(self, sending: Sending, reasoning: list[int]) -> dict[int, dict[str, int]]:
+    def _counts(self, sending: Sending) -> dict[int, dict[str, int]]:
         """Counts by row, of rows that are not settled and of those whose reasoning tokens have changed."""
         counts: dict[int, dict[str, int]] = {}
-        for row in self._roster.unsettled(sending.reqs, sending.slots, sending.final).tolist():
+        for row in self._roster.unsettled(sending.batch.group, sending.slots, sending.stale):
             values = self._settle.columns(sending.reqs[row])
             self._roster.settle(int(sending.slots[row]), values)
             counts[row] = {str(name): value for name, value in zip(SETTLED, values, strict=True) if name in COUNTS}
-        if any(reasoning):
-            for row in np.flatnonzero(self._state.reasoning[sending.slots] != reasoning).tolist():
-                counts.setdefault(row, {})["reasoning_tokens"] = reasoning[row]
+        for row in sending.odd:
+            reasoning = sending.reqs[row].reasoning_tokens
+            if reasoning != self._state.reasoning[sending.slots[row]]:
+                counts.setdefault(row, {})["reasoning_tokens"] = reasoning
         return counts
 
-    def _add_counts(self, extras: Extras, counts: dict[int, dict[str, int]], sending: Sending) -> None:
-        for row in counts.keys() - set(sending.opening):  # of those the opening record tells them
+    def _add_counts(
+        self, extras: Extras, counts: dict[int, dict[str, int]], sending: Sending, opening: list[int]
+    ) -> None:
+        for row in counts.keys() - set(opening):  # of those the opening record tells them
             fields = extras.setdefault(row, {})
             fields["counts"] = counts[row]
             details = self._roster.kept[_DETAILS, sending.slots[row]]
@@ -115,14 +118,9 @@ def reason_of(req: Any) -> dict[str, Any]:
     return reason
 
 
-def _add_input_logprobs(extras: Extras, reqs: list[Any]) -> list[int]:
-    """Those that have been computed and not sent; returns their rows."""
-    fresh = []
-    for row, req in enumerate(reqs):
-        log = req.logprob
-        if req.return_logprob and not req.input_logprob_sent and log.input_token_logprobs_val is not None:
-            given = InputLogprobs(**{name: getattr(log, f"input_{name}") for name in INPUT})
-            check_input_logprobs(given)
-            extras.setdefault(row, {})["input_logprobs"] = given
-            fresh.append(row)
-    return fresh
+def _add_input_logprobs(extras: Extras, reqs: list[Any], rows: list[int]) -> None:
+    for row in rows:
+        log = reqs[row].logprob
+        given = InputLogprobs(**{name: getattr(log, f"input_{name}") for name in INPUT})
+        check_input_logprobs(given)
+        extras.setdefault(row, {})["input_logprobs"] = given

@@ -48,18 +48,16 @@ class FrameMaker:
 
     def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> bytearray:
         """The frame of rows of `cursors.advance`; CannotTravel, and nothing is noted, if it cannot carry them."""
-        (reqs, ids), slots = batch.rows_of(rows), rows[C.SLOT]
-        _check(batch, reqs, final)
-        sending = Sending(batch, rows, slots, reqs, ids, final, self._state.opening_rows(slots))
-        reasoning = [req.reasoning_tokens for req in reqs]
+        sending = Sending.of(batch, rows, final)
+        _check(sending)
+        opening = self._state.opening_rows(sending)
         try:
-            side, fresh = self._side.side(sending, reasoning)
-            made = encode_frame(self._frame(sending, side))
+            side, fresh = self._side.side(sending, opening)
+            made = encode_frame(self._frame(sending, opening, side))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, WireError) as error:
             raise CannotTravel(f"values that a frame cannot carry ({type(error).__name__})") from None
-        self._state.note(sending, reasoning)
-        for row in fresh:
-            reqs[row].input_logprob_sent = True
+        self._state.note(sending, opening)
+        self._roster.tell_inputs(sending.reqs, sending.slots, fresh)
         self._step += 1
         return made
 
@@ -70,32 +68,30 @@ class FrameMaker:
             return None
         return encode_frame(self._bare(idle=False, side=SideRecord(dropped=handles)))
 
-    def _frame(self, sending: Sending, side: SideRecord) -> Frame:
-        batch, rows, slots, reqs, ids, final, opening = sending
+    def _frame(self, sending: Sending, opening: list[int], side: SideRecord) -> Frame:
+        rows, reqs, final, group = sending.rows, sending.reqs, sending.final, sending.batch.group
         frame = self._bare(idle=not reqs, side=side)
         flags = np.zeros(len(reqs), np.int32)
         flags[opening] = L.ROW_OPENING
         flags[final] |= FINAL
-        packed = batch.packed
-        tokens = packed.tokens if packed else token_items(ids, batch.lens[rows[C.BATCH_INDEX]], rows)
-        if batch.return_logprob:
-            self._check_backlog(sending)
-            scores = packed.scores if packed else logprob_items(reqs, rows, self._roster.widths[slots])
-            tokens = with_hidden(reqs, rows, flags, tokens, scores)
-            frame = frame._replace(
-                logprob_indptr=scores.indptr,
-                logprobs=scores.logprobs,
-                families_indptr=scores.families_indptr,
-                families=scores.families,
-            )
+        tokens, scores = token_items(sending), None
+        if sending.batch.return_logprob:
+            if sending.batch.facts[C.BACKLOG]:
+                self._check_backlog(sending, opening)
+            scores = logprob_items(sending, group.widths if sending.whole else self._roster.widths[sending.slots])
+            tokens = with_hidden(sending, flags, tokens, scores)
         return frame._replace(
-            slot=slots,
-            generation=self._roster.generation[slots],
+            slot=sending.slots,
+            generation=group.generation if sending.whole else self._roster.generation[sending.slots],
             flags=flags,
             visible_len=rows[C.TOKEN_END],
             match=np.zeros(len(reqs), np.int32) if final else None,
             token_indptr=tokens.indptr,
             token_ids=tokens.items,
+            logprob_indptr=scores and scores.indptr,
+            logprobs=scores and scores.logprobs,
+            families_indptr=scores and scores.families_indptr,
+            families=scores and scores.families,
             spec=spec_counters(reqs) if self._spec and reqs else None,
         )
 
@@ -120,20 +116,19 @@ class FrameMaker:
             side=side,
         )
 
-    def _check_backlog(self, sending: Sending) -> None:
+    def _check_backlog(self, sending: Sending, opening: list[int]) -> None:
         """The receiver knows a logprob's token by its place: it must have had the tokens on this stream."""
         begins, ends = sending.rows[C.LOGPROB_BEGIN], sending.rows[C.LOGPROB_END]
-        if ((ends > begins) & (begins < self._state.begins(sending))).any():
+        if ((ends > begins) & (begins < self._state.begins(sending, opening))).any():
             raise CannotTravel("logprobs of tokens that went as a message")
 
 
-def _check(batch: Batch, reqs: list[Any], final: list[int]) -> None:
+def _check(sending: Sending) -> None:
     for bit, name in enumerate(WANTED):
-        if batch.wanted >> bit & 1:
+        if sending.batch.wanted >> bit & 1:
             raise CannotTravel(name.removeprefix("return_").replace("_", " "))
-    infos = [req.customized_info for req in reqs]
-    if infos.count(None) != len(infos):
+    if sending.customized:
         raise CannotTravel("customized info")
-    for row in final:
-        if not is_reason(reason_of(reqs[row])):
+    for row in sending.final:
+        if not is_reason(reason_of(sending.reqs[row])):
             raise CannotTravel("a finish reason that a frame cannot carry")

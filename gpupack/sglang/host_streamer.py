@@ -17,8 +17,7 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.counting_socket import CountingSocket
 from gpupack.sglang.coverage import why_engine_uncovered
 from gpupack.sglang.frames import FrameMaker
-from gpupack.sglang.message import MessageMaker
-from gpupack.sglang.outlets import MessageOutlet, NativeOutlet, Outlet, why_no_frames
+from gpupack.sglang.outlets import MessageOutlet, NativeOutlet, Outlet, message_maker, why_no_frames
 from gpupack.sglang.roster import Roster
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.shadow import Shadow
@@ -77,7 +76,7 @@ class HostStreamer:
         )  # fmt: skip
 
     def _make_outlet(self, settings: Settings) -> Outlet:
-        maker = MessageMaker(self._streamer, self._engine, self.roster)
+        maker = message_maker(self._streamer, self._engine, self.roster)
         if settings.wire == "compatible":
             return MessageOutlet(self._streamer, maker, self.stats)
         why = why_no_frames(self._streamer, self._engine.plugins_in_detokenizer)
@@ -90,7 +89,7 @@ class HostStreamer:
 
     def stream(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, is_idle_batch: bool) -> None:
         """One call of the engine, after a step or outside of one."""
-        why = self._why_engine or self._why(reqs)
+        why = self._why_engine or self.roster.group_of(reqs).why
         if why is not None or self._outlet is None:
             self.count_fallback(str(why))
             begun = time.thread_time_ns()
@@ -113,13 +112,13 @@ class HostStreamer:
         if self._shadow is not None:
             self.stats.verified += 1
             self.stats.differences += self._shadow.compare(
-                expected, self._outlet.shown(made), travelled=isinstance(made, bytearray)
+                expected, self._outlet.shown(made), travelled=isinstance(made, (bytes, bytearray))
             )
         before, sending = self._sent_bytes, time.thread_time_ns()
         if made is not None:
             self._outlet.send(made)
         sent = time.thread_time_ns()
-        tokens = int((rows[C.TOKEN_END] - rows[C.TOKEN_BEGIN]).sum()) if rows.shape[1] else 0
+        tokens = int(batch.facts[C.TOKENS])
         self.stats.count_step(rows.shape[1], tokens, self._sent_bytes - before, packed - begun, sent - sending)
 
     @property
@@ -130,13 +129,6 @@ class HostStreamer:
         """Count a batch that the engine's own streamer takes, and log the first for each reason."""
         if self.stats.count_fallback(why):
             logger.warning("gpupack: batches go through the engine's own streamer: %s", why)
-
-    def _why(self, reqs: Sequence[Any]) -> str | None:
-        slots = self.roster.slots_of(reqs)
-        uncovered = self.roster.uncovered[slots]
-        if not np.count_nonzero(uncovered):
-            return None
-        return self.roster.why[int(slots[int(uncovered.argmax())])]
 
     def _by_engine(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, is_idle_batch: bool) -> None:
         if self._outlet is None:
@@ -170,7 +162,7 @@ class HostStreamer:
                 self.stats.held += bool(held)
         sent = C.advance(
             cursors, batch.slots, batch.lens, batch.ends, actions, batch.retracted, batch.return_logprob,
-            self._policy, rows,
+            self._policy, rows, batch.facts,
         )  # fmt: skip
         return rows[:, :sent]
 

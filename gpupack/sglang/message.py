@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,7 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.device_lists import logprob_lists, token_lists
 from gpupack.sglang.payload import Payloads
 from gpupack.sglang.roster import KEPT, STATIC, Roster
+from gpupack.sglang.sending import Sending
 from gpupack.sglang.settled import Settle
 from gpupack.sglang.versions import EngineVersion
 from gpupack.sglang.weights import WeightSpans
@@ -62,65 +63,90 @@ class MessageMaker:
 
     def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
         """The message of rows, int32 `[ROW_WIDTH, rows]` of `cursors.advance`; `final` are those that are last."""
-        (reqs, ids), slots = batch.rows_of(rows), rows[C.SLOT]
-        kept = self._kept(reqs, slots, final)
-        columns: dict[str, Any] = dict(zip(KEPT, kept, strict=True))
-        columns["time_stats"] = self._wrap(columns["time_stats"])
-        reasons: list[Any] = [None] * len(reqs)
-        for row in final:
-            reasons[row] = reqs[row].finished_reason.to_json()
-        columns["finished_reasons"] = reasons
-        columns["reasoning_tokens"] = [req.reasoning_tokens for req in reqs]
-        columns["completion_tokens"] = rows[C.TOKEN_END].tolist()
-        output = None if batch.packed is None else token_lists(batch.packed.tokens)
-        columns["output_ids"], columns["decode_ids"] = self._ids(reqs, ids, rows, output)
-        for name in SPEC:
-            columns[name] = [getattr(req, name) for req in reqs] if self._spec else []
+        sending = Sending.of(batch, rows, final)
+        columns = dict(zip(KEPT, self.kept(sending), strict=True))
+        columns["output_ids"], columns["decode_ids"] = self.ids(sending)
+        columns.update(self.others(sending, columns["output_ids"]))
         if batch.return_logprob:
-            columns.update(_input_logprobs(reqs, sends=not self._decode_server))
-            packed = batch.packed
-            columns.update(_output_logprobs(reqs, rows) if packed is None else logprob_lists(packed, reqs))
-        columns.update(self._returned(reqs, batch.wanted))
-        columns["customized_info"] = self._customized(reqs, rows, columns["output_ids"])
-        columns["dp_ranks"] = [self._engine.dp_rank(self._streamer)] * len(reqs) or None
+            columns.update(self.input_logprobs(sending))
+            columns.update(output_logprobs(sending))
+        columns["time_stats"] = self._wrap(columns["time_stats"])
+        return self._plan.message(**{**self._absent, **self.known(columns)})
+
+    def known(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Those columns for which the message has a field."""
         for name in self._dropped.intersection(columns):
             del columns[name]
-        if self._weights.known and final:
-            columns["weight_versions"] = self._weight_versions(reqs, final)
-        return self._plan.message(**{**self._absent, **columns})
+        return columns
 
-    def _kept(self, reqs: list[Any], slots: NDArray[np.int32], final: list[int]) -> list[list[Any]]:
-        """The columns of KEPT, those of rows that are not settled read anew."""
-        roster = self._roster
-        unsettled = roster.unsettled(reqs, slots, final)
+    def others(self, sending: Sending, output: Sequence[Sized]) -> dict[str, Any]:
+        """The columns that are neither of KEPT, nor ids or logprobs; `output` has the tokens of each row."""
+        reqs, columns = sending.reqs, dict[str, Any]()
+        reasons: list[Any] = [None] * len(reqs)
+        for row in sending.final:
+            reasons[row] = reqs[row].finished_reason.to_json()
+        columns["finished_reasons"] = reasons
+        columns["reasoning_tokens"] = sending.reasoning
+        columns["completion_tokens"] = sending.rows[C.TOKEN_END].tolist()
+        for name in SPEC:
+            columns[name] = [getattr(req, name) for req in reqs] if self._spec else []
+        columns.update(self._returned(reqs, sending.batch.wanted))
+        columns["customized_info"] = self._customized(sending, output) if sending.customized else None
+        columns["dp_ranks"] = [self._engine.dp_rank(self._streamer)] * len(reqs) or None
+        if self._weights.known and sending.final:
+            columns["weight_versions"] = self._weight_versions(reqs, sending.final)
+        return columns
+
+    def kept(self, sending: Sending) -> list[list[Any]]:
+        """The columns of KEPT, those of rows that are not settled read anew; the same object while they stay."""
+        roster, slots = self._roster, sending.slots
+        unsettled = roster.unsettled(sending.batch.group, slots, sending.stale)
         key = slots.tobytes()
-        if not len(unsettled) and key == self._rows_kept[0]:
+        if not unsettled and key == self._rows_kept[0]:
             return self._rows_kept[1]
-        for row in unsettled.tolist():
-            roster.settle(int(slots[row]), self._settle.columns(reqs[row]))
+        for row in unsettled:
+            roster.settle(int(slots[row]), self._settle.columns(sending.reqs[row]))
         kept: list[list[Any]] = roster.kept[:, slots].tolist()
         self._rows_kept = (key, kept)
         return kept
 
-    def _ids(
-        self, reqs: list[Any], ids: list[Any], rows: NDArray[np.int32], output: list[Any] | None
-    ) -> tuple[list[Any], list[Any]]:
-        """Output ids and decode ids: the same arrays but where a request's first row brings the prompt's tail.
-
-        `output`: output ids where they are known.
-        """
-        begins, ends = rows[C.TOKEN_BEGIN].tolist(), rows[C.TOKEN_END].tolist()
-        if output is None:
-            output = [one[begin:end] for one, begin, end in zip(ids, begins, ends, strict=True)]
-        firsts = np.flatnonzero(rows[C.FIRST]).tolist()
-        if not firsts:
-            return output, output[:]
+    def ids(self, sending: Sending) -> tuple[list[Any], list[Any]]:
+        """Output ids and decode ids: the same arrays but where a request's first row brings the prompt's tail."""
+        rows, packed = sending.rows, sending.batch.packed
+        if packed is None:
+            begins, ends = rows[C.TOKEN_BEGIN].tolist(), rows[C.TOKEN_END].tolist()
+            output = [one[begin:end] for one, begin, end in zip(sending.ids, begins, ends, strict=True)]
+        else:
+            output = token_lists(packed.tokens)
         decode = output[:]
-        tails = self._roster.kept[STATIC.index("read_offsets")]
-        for row in firsts:
-            prompt, tail = reqs[row].origin_input_ids_unpadded, tails[rows[C.SLOT, row]]
-            decode[row] = array("q", prompt[len(prompt) - tail :]) + ids[row][: ends[row]]
+        for row in np.flatnonzero(rows[C.FIRST]).tolist():
+            decode[row] = self.first_ids(sending, row)
         return output, decode
+
+    def first_ids(self, sending: Sending, row: int) -> Any:
+        """Decode ids of a request's first row: the prompt's tail before its output."""
+        prompt, tail = sending.reqs[row].origin_input_ids_unpadded, self._tails[sending.slots[row]]
+        return array("q", prompt[len(prompt) - tail :]) + sending.ids[row][: sending.rows[C.TOKEN_END, row]]
+
+    @property
+    def _tails(self) -> NDArray[Any]:
+        return self._roster.kept[STATIC.index("read_offsets")]
+
+    def input_logprobs(self, sending: Sending) -> dict[str, list[Any]]:
+        """The six columns: once a request, with the first row after its prefill computed them.
+
+        Rows without any share one empty list: every reader takes entries out of these, none puts any in.
+        """
+        nothing: list[Any] = []
+        columns = {name: [nothing] * len(sending.reqs) for name in INPUT_LOGPROBS}
+        if self._decode_server:
+            return columns
+        fresh = self._roster.fresh_inputs(sending.batch.group, sending.reqs, sending.slots)
+        for row in fresh:
+            for name in INPUT_LOGPROBS:
+                columns[name][row] = getattr(sending.reqs[row].logprob, name)
+        self._roster.tell_inputs(sending.reqs, sending.slots, fresh)
+        return columns
 
     def _returned(self, reqs: list[Any], wanted: int) -> dict[str, list[Any]]:
         """Columns that a request of the batch asked for, none for one that did not."""
@@ -138,11 +164,9 @@ class MessageMaker:
             columns["indexer_topk"] = [req.indexer_topk if req.return_indexer_topk else None for req in reqs]
         return columns
 
-    def _customized(self, reqs: list[Any], rows: NDArray[np.int32], output: list[Any]) -> Any:
+    def _customized(self, sending: Sending, output: Sequence[Sized]) -> Any:
         """Values by key, none for each token of a row that lacks a key; none without any."""
-        infos = [req.customized_info for req in reqs]
-        if infos.count(None) == len(infos):
-            return None
+        infos, rows = [req.customized_info for req in sending.reqs], sending.rows
         columns: dict[str, list[Any]] = {}
         for info in infos:
             for key in info or ():
@@ -163,28 +187,13 @@ class MessageMaker:
         return versions if any(versions) else None
 
 
-def _input_logprobs(reqs: list[Any], *, sends: bool) -> dict[str, list[Any]]:
-    """The six columns: once a request, with the first row after its prefill computed them.
-
-    Rows without any share one empty list: every reader takes entries out of these, none puts any in.
-    """
-    nothing: list[Any] = []
-    columns = {name: [nothing] * len(reqs) for name in INPUT_LOGPROBS}
-    if not sends:
-        return columns
-    for row, req in enumerate(reqs):
-        if req.return_logprob and not req.input_logprob_sent and req.logprob.input_token_logprobs_val is not None:
-            for name in INPUT_LOGPROBS:
-                columns[name][row] = getattr(req.logprob, name)
-            req.input_logprob_sent = True
-    return columns
-
-
-def _output_logprobs(reqs: list[Any], rows: NDArray[np.int32]) -> dict[str, list[Any]]:
+def output_logprobs(sending: Sending) -> dict[str, list[Any]]:
     """The six columns, each request's own lists from its cursor on; those without any share one empty list."""
+    if sending.batch.packed is not None:
+        return logprob_lists(sending.batch.packed, sending.reqs)
     nothing: list[Any] = []
-    cuts = list(map(slice, rows[C.LOGPROB_BEGIN].tolist(), rows[C.LOGPROB_END].tolist()))
-    logs = [req.logprob if req.return_logprob else None for req in reqs]
+    cuts = list(map(slice, sending.rows[C.LOGPROB_BEGIN].tolist(), sending.rows[C.LOGPROB_END].tolist()))
+    logs = [req.logprob if req.return_logprob else None for req in sending.reqs]
     columns = {}
     for name in OUTPUT_LOGPROBS:
         of = attrgetter(name)

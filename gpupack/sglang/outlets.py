@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +15,12 @@ from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
 from gpupack.sglang.frames import CannotTravel, FrameMaker
 from gpupack.sglang.message import MessageMaker
+from gpupack.sglang.message_pickle import PickledMaker
 from gpupack.sglang.native_receiver import NativeReceiver
+from gpupack.sglang.roster import Roster
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.stats import Stats
+from gpupack.sglang.versions import EngineVersion
 from gpupack.wire.frame import stamp
 
 logger = logging.getLogger(__name__)
@@ -49,12 +54,20 @@ class MessageOutlet:
 
     def send(self, made: Any) -> None:
         """See Outlet."""
-        self._streamer.send_to_detokenizer.send_output(made)
+        if isinstance(made, bytes):
+            self._send_bytes(made)
+        else:
+            self._streamer.send_to_detokenizer.send_output(made)
         self._stats.messages += 1
 
     def shown(self, made: Any) -> Any:
-        """Itself."""
-        return made
+        """What a reader makes of it."""
+        return pickle.loads(made) if isinstance(made, bytes) else made
+
+    def _send_bytes(self, data: bytes | bytearray) -> None:
+        socket = getattr(self._streamer.send_to_detokenizer, "socket", None)
+        if socket is not None:  # else a rank that does not own one
+            socket.send(data)
 
     def leave(self, slots: NDArray[np.int32]) -> None:
         """Nothing: a message says all that it says."""
@@ -93,13 +106,13 @@ class NativeOutlet(MessageOutlet):
         if not isinstance(made, bytearray):
             super().send(made)
             return
-        socket = getattr(self._streamer.send_to_detokenizer, "socket", None)
-        if socket is not None:  # else a rank that does not own one
-            socket.send(made)
+        self._send_bytes(made)
 
     def shown(self, made: Any) -> Any:
         """What a receiver of our own makes of a frame."""
-        return self._check.expand(bytes(made)) if self._check is not None and isinstance(made, bytearray) else made
+        if not isinstance(made, bytearray):
+            return super().shown(made)
+        return self._check.expand(bytes(made)) if self._check is not None else made
 
     def leave(self, slots: NDArray[np.int32]) -> None:
         """End what is open of these slots on the stream."""
@@ -112,6 +125,14 @@ class NativeOutlet(MessageOutlet):
         stamp(frame, self._stream_id, self._frame_no)
         self._frame_no += 1
         return frame
+
+
+def message_maker(streamer: Any, engine: EngineVersion, roster: Roster) -> MessageMaker:
+    """Makes messages as the engine's sender takes them, or, where that one only pickles them, pickled."""
+    messages: Any = import_module("sglang.srt.managers.io_struct")
+    sender: Any = import_module("sglang.srt.managers.scheduler_components.output_sender").SenderWrapper
+    pickles = getattr(messages, "_USE_PICKLE_IPC", False) and isinstance(streamer.send_to_detokenizer, sender)
+    return (PickledMaker if pickles else MessageMaker)(streamer, engine, roster)
 
 
 def why_no_frames(streamer: Any, plugins_in_detokenizer: bool) -> str | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.sglang import cursors as C
 from gpupack.sglang.coverage import why_uncovered
+from gpupack.sglang.group import Group
 
 STATIC = (
     "rids",
@@ -64,6 +65,8 @@ class Roster:
         uint8 `[slots]`: a bit for each of WANTED.
     widths
         int32 `[slots, 2]`: top and token-ids logprobs a position that a request asked for.
+    told
+        bool `[slots]`: input logprobs have been sent, or were not asked for.
     why
         Reason by slot for which a request goes through the engine's own streamer; None: it is covered.
     """
@@ -76,32 +79,58 @@ class Roster:
         self.wanted = np.zeros(slots, np.uint8)
         self.uncovered = np.zeros(slots, np.bool_)
         self.widths = np.zeros((slots, 2), np.int32)
+        self.told = np.zeros(slots, np.bool_)
         self.why: list[str | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
         self._references: list[Any] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
-        self._last: list[Any] = []
-        self._last_slots = np.empty(0, np.int32)
+        self._group = self._made([], np.empty(0, np.int32))
 
-    def slots_of(self, reqs: Sequence[Any]) -> NDArray[np.int32]:
-        """Slots of requests, int32 `[n]`; those that are new get one."""
-        if reqs == self._last:  # by identity: requests compare no other way
-            return self._last_slots
+    def group_of(self, reqs: Sequence[Any]) -> Group:
+        """The requests of a batch as a group; those that are new get a slot."""
+        if reqs == self._group.reqs:  # by identity: requests compare no other way
+            return self._group
         find = self._slot_of.get
         slots = [find(id(req), -1) for req in reqs]
         if -1 in slots:
             slots = [self._admit(req) if slot < 0 else slot for req, slot in zip(reqs, slots, strict=True)]
-        self._last, self._last_slots = list(reqs), np.array(slots, np.int32)
-        return self._last_slots
+        self._group = self._made(list(reqs), np.array(slots, np.int32))
+        return self._group
 
-    def unsettled(self, reqs: Sequence[Any], slots: NDArray[np.int32], final: list[int]) -> NDArray[np.int64]:
-        """Rows whose columns of SETTLED are to be read anew."""
-        counts = [req.retraction_count for req in reqs]
-        if any(counts):
-            self.settled[slots[np.flatnonzero(counts)]] = False
-        if final:
-            self.settled[slots[final]] = False
-        return np.flatnonzero(~self.settled[slots])
+    def slots_of(self, reqs: Sequence[Any]) -> NDArray[np.int32]:
+        """Slots of requests, int32 `[n]`; those that are new get one."""
+        return self.group_of(reqs).slots
+
+    def _made(self, reqs: list[Any], slots: NDArray[np.int32]) -> Group:
+        uncovered = self.uncovered[slots]
+        why = self.why[int(slots[int(uncovered.argmax())])] if np.count_nonzero(uncovered) else None
+        scored = bool((self.cursors[slots, C.FLAGS] & L.STATE_LOGPROBS).all())
+        return Group(reqs, slots, self.generation[slots], why, self.wanted[slots], self.widths[slots], scored=scored)
+
+    def unsettled(self, group: Group, slots: NDArray[np.int32], stale: list[int]) -> list[int]:
+        """Rows of a group whose columns of SETTLED are to be read anew; `stale`: they may have changed."""
+        if stale:
+            self.settled[slots[stale]] = group.settled = False
+        if group.settled:
+            return []
+        rows: list[int] = np.flatnonzero(~self.settled[slots]).tolist()
+        group.settled = not rows and bool(self.settled[group.slots].all())
+        return rows
+
+    def fresh_inputs(self, group: Group, reqs: list[Any], slots: NDArray[np.int32]) -> list[int]:
+        """Rows of a group whose input logprobs have been computed and not sent."""
+        if group.told:
+            return []
+        waiting = np.flatnonzero(~self.told[slots]).tolist()
+        group.told = not waiting and bool(self.told[group.slots].all())
+        return [row for row in waiting if reqs[row].logprob.input_token_logprobs_val is not None]
+
+    def tell_inputs(self, reqs: list[Any], slots: NDArray[np.int32], rows: list[int]) -> None:
+        """The input logprobs of these rows are sent."""
+        if rows:
+            self.told[slots[rows]] = True
+            for row in rows:
+                reqs[row].input_logprob_sent = True
 
     def settle(self, slot: int, values: tuple[Any, ...]) -> None:
         """Take what was read for a slot."""
@@ -137,6 +166,8 @@ class Roster:
         for req, slot in zip(reqs, slots.tolist(), strict=True):
             self.cursors[slot, C.TOKEN_CURSOR :] = _cursors_of(req)
             self.settled[slot] = False
+            self.told[slot] = _told(req)
+        self._group.settled = self._group.told = False
 
     def _admit(self, req: Any) -> int:
         if not self._free:
@@ -162,6 +193,7 @@ class Roster:
         for index, value in enumerate(static):
             self.kept[index, slot] = value
         self.settled[slot] = False
+        self.told[slot] = _told(req)
         self.generation[slot] += 1
         self.wanted[slot] = sum(1 << i for i, name in enumerate(WANTED) if getattr(req, name))
         log = req.logprob
@@ -181,7 +213,7 @@ class Roster:
         old = len(self.settled)
         self.cursors = np.concatenate([self.cursors, np.zeros_like(self.cursors)])
         self.kept = np.concatenate([self.kept, np.full_like(self.kept, None)], axis=1)
-        for name in ("settled", "wanted", "uncovered", "generation", "widths"):
+        for name in ("settled", "wanted", "uncovered", "generation", "widths", "told"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.why += [None] * old
@@ -192,3 +224,8 @@ class Roster:
 def _cursors_of(req: Any) -> tuple[int, int, bool]:
     """Token cursor, logprob cursor, whether a row has gone out."""
     return req.send_token_offset, req.send_output_token_logprobs_offset, req.send_decode_id_offset > 0
+
+
+def _told(req: Any) -> bool:
+    """Whether a request's input logprobs have been sent, or will not be."""
+    return bool(req.input_logprob_sent or not req.return_logprob)

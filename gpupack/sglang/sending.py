@@ -1,4 +1,4 @@
-"""Sending: the rows of one step on their way into a frame."""
+"""Sending: the rows of one step on their way out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
 
 
 class Sending(NamedTuple):
-    """What the parts of a frame are made from.
+    """What the columns of a message or a frame are made from.
 
     Attributes
     ----------
@@ -21,8 +22,10 @@ class Sending(NamedTuple):
         The requests of the rows, and their own output ids.
     final
         Rows that are their request's last.
-    opening
-        Rows whose request is not open on the stream.
+    odd
+        Rows of `Batch.odd`.
+    whole
+        Every request of the batch has a row.
     """
 
     batch: Batch
@@ -31,4 +34,28 @@ class Sending(NamedTuple):
     reqs: list[Any]
     ids: list[Any]
     final: list[int]
-    opening: list[int]
+    odd: list[int]
+    whole: bool
+
+    @classmethod
+    def of(cls, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Sending:
+        """Rows of `cursors.advance`; `final` are those that are last."""
+        reqs, ids = batch.rows_of(rows)
+        return cls(batch, rows, rows[C.SLOT], reqs, ids, final, batch.odd_rows(rows), len(reqs) == len(batch.reqs))
+
+    @property
+    def stale(self) -> list[int]:
+        """Rows whose settled columns may have changed."""
+        return [
+            row for row in self.odd if self.reqs[row].retraction_count or self.reqs[row].finished_reason is not None
+        ]
+
+    @property
+    def reasoning(self) -> list[int]:
+        """Reasoning tokens of each row."""
+        return [req.reasoning_tokens for req in self.reqs] if self.odd else [0] * len(self.reqs)
+
+    @property
+    def customized(self) -> bool:
+        """Whether a row has customized info."""
+        return any(self.reqs[row].customized_info is not None for row in self.odd)

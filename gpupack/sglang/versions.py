@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
@@ -52,6 +53,7 @@ class EngineVersion:
         return "sglang.srt.managers.scheduler"
 
 
+@cache
 def _context() -> Any:
     return import_module("sglang.srt.runtime_context")
 

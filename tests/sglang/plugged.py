@@ -39,8 +39,11 @@ class Inbox(SenderWrapper):
             self.message = pickle.loads(data)
 
 
-def plugged(setting: Setting, base: Any = None, *, custom: bool = False, **settings: Any) -> RealStreamer:
+def plugged(
+    setting: Setting, base: Any = None, *, custom: bool = False, scheduler: Any = None, **settings: Any
+) -> RealStreamer:
     """The streamer under a setting; `settings` are the plugin's, `verify` is on unless they say otherwise."""
     base = base or output_streamer.SchedulerOutputStreamer
-    kind = streamer_class(base, VERSIONS[VERSION], Settings(active=True, **{"verify": True, **settings}), custom=custom)
+    settings = {"active": True, "verify": True, **settings}
+    kind = streamer_class(base, VERSIONS[VERSION], Settings(**settings), custom=custom, scheduler=scheduler)
     return RealStreamer(setting, outbox=Inbox(), kind=kind)

@@ -1,0 +1,133 @@
+"""PickledMaker: a step's message as the pickle that the engine's sender would make of it, put together from parts.
+
+A pickle is a program for a stack machine, so parts that were made apart can follow each other. Parts are of protocol
+3, whose memo is written by explicit index and is read only within the part that wrote it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupack.sglang import cursors as C
+from gpupack.sglang.batch import Batch
+from gpupack.sglang.message import MessageMaker, output_logprobs
+from gpupack.sglang.roster import KEPT
+from gpupack.sglang.sending import Sending
+from gpupack.sglang.usual_scores import UsualScores, usual_scores
+
+UInt8 = NDArray[np.uint8]
+BEGIN, ITEMS, END = b"\x80\x05", b"(", b"u\x86R."
+"""Protocol; mark; set the items of a dict, make a tuple of class and dict, call, stop."""
+LIST, LIST_END = b"](", b"e"
+ARRAY = b"carray\narray\nq\x000X\x01\x00\x00\x00qq\x010"
+"""Put the class and its type code into the memo, at 0 and 1."""
+
+
+def part(value: Any) -> bytes:
+    """Pickle a value so that it can stand anywhere in a pickle."""
+    return pickle.dumps(value, 3)[2:-1]
+
+
+def key(name: str) -> bytes:
+    """A string that leaves the memo as it is."""
+    data = name.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+class PickledMaker(MessageMaker):
+    """Makes the bytes of messages; what stays as it is from step to step is pickled once."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        rebuild, (kind, absent) = self._plan.message(**self._absent).__reduce__()
+        self._keys = {name: key(name) for name in absent}
+        self._head = BEGIN + part(rebuild) + part(kind) + part(absent) + ITEMS
+        self._kept_part: tuple[Any, bytes] = (None, b"")
+
+    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> bytes:
+        """The pickle of the message; see MessageMaker."""
+        sending = Sending.of(batch, rows, final)
+        parts = [self._head, self._kept(sending)]
+        if batch.facts[C.USUAL] and batch.packed is None:
+            tokens = np.array([one[-1] for one in sending.ids], np.int64)
+            parts += self._usual_ids(sending, tokens)
+            columns = self.others(sending, [(token,) for token in tokens] if sending.customized else ())
+        else:
+            output, decode = self.ids(sending)
+            parts += self._items({"output_ids": output})
+            columns = {"decode_ids": decode, **self.others(sending, output)}
+        if batch.return_logprob:
+            columns.update(self.input_logprobs(sending))
+            usual = usual_scores(sending) if batch.packed is None else None
+            if usual is None:
+                columns.update(output_logprobs(sending))
+            else:
+                parts += self._usual_scores(usual)
+        parts += [*self._items(self.known(columns)), END]
+        return b"".join(parts)
+
+    def _items(self, columns: dict[str, Any]) -> Iterable[bytes]:
+        for name, value in columns.items():
+            yield self._keys[name]
+            yield part(value)
+
+    def _kept(self, sending: Sending) -> bytes:
+        kept = self.kept(sending)
+        if kept is not self._kept_part[0]:
+            columns = self.known(dict(zip(KEPT, kept, strict=True)))
+            self._kept_part = (kept, b"".join(self._items(columns)))
+        return self._kept_part[1]
+
+    def _usual_ids(self, sending: Sending, tokens: NDArray[np.int64]) -> list[bytes]:
+        rows = _rows(b"h\x00h\x01C\x08", tokens.astype("<i8").view(np.uint8).reshape(-1, 8), b"\x86R")
+        output = rows.tobytes()
+        decode, width, begun = [], rows.shape[1], 0
+        for row in np.flatnonzero(sending.rows[C.FIRST]).tolist():
+            decode += [output[begun * width : row * width], part(self.first_ids(sending, row)), ARRAY]
+            begun = row + 1
+        decode.append(output[begun * width :])
+        return [
+            self._keys["output_ids"], ARRAY, LIST, output, LIST_END,
+            self._keys["decode_ids"], LIST, *decode, LIST_END,
+        ]  # fmt: skip
+
+    def _usual_scores(self, scores: UsualScores) -> list[bytes]:
+        rows, top = scores.top_values.shape
+        empty = part([[]] * rows)
+        columns = {  # what the engine's lists of one position look like, one after the other
+            "output_token_logprobs_val": _rows(b"]", _numbers(b"G", scores.values.astype(">f8")), b"a"),
+            "output_token_logprobs_idx": _rows(b"]", _numbers(b"J", scores.ids.astype("<i4")), b"a"),
+        }
+        if top:
+            columns["output_top_logprobs_val"] = _rows(b"]](", _numbers(b"G", scores.top_values.astype(">f8")), b"ea")
+            columns["output_top_logprobs_idx"] = _rows(b"]](", _numbers(b"J", scores.top_ids.astype("<i4")), b"ea")
+        parts = []
+        for kind in ("token", "top", "token_ids"):
+            for name in (f"output_{kind}_logprobs_val", f"output_{kind}_logprobs_idx"):
+                column = columns.get(name)
+                parts += [self._keys[name]]
+                parts += [empty] if column is None else [LIST, column.tobytes(), LIST_END]
+        return parts
+
+
+def _rows(head: bytes, body: UInt8, tail: bytes) -> UInt8:
+    """Bytes `[rows, width]`: the head, the row of `body`, the tail."""
+    width = len(head) + body.shape[1] + len(tail)
+    rows = np.empty((len(body), width), np.uint8)
+    rows[:, : len(head)] = np.frombuffer(head, np.uint8)
+    rows[:, len(head) : width - len(tail)] = body
+    rows[:, width - len(tail) :] = np.frombuffer(tail, np.uint8)
+    return rows
+
+
+def _numbers(opcode: bytes, values: NDArray[Any]) -> UInt8:
+    """Bytes `[rows, …]` that push the values of each row, `[rows]` or `[rows, n]`, in the byte order they are in."""
+    numbers = np.empty((values.size, 1 + values.itemsize), np.uint8)
+    numbers[:, 0] = opcode[0]
+    numbers[:, 1:] = np.ascontiguousarray(values).reshape(-1, 1).view(np.uint8)
+    return numbers.reshape(len(values), -1)
