@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import int64, njit, void
+from numba import int64, void
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, PLACES, VECTOR32, inlined
+from gpupack.compiled import PLACES, VECTOR32, compiled, inlined
 
 
 @inlined
@@ -18,7 +18,8 @@ def _copy_items(source, stride, indptr_field, base, row, out, at):
     return at
 
 
-def _join_rows(a, a_at, b, b_at, out, out_at, spec_width):
+@compiled(void(VECTOR32, PLACES, VECTOR32, PLACES, VECTOR32, PLACES, int64))
+def join_rows(a, a_at, b, b_at, out, out_at, spec_width):
     """Rows of `a` that are not conveyed, and all rows of `b`, by batch index; headers are added up. `*_at`: PLACES."""
     index = L.HEADER_WORDS + L.R_BATCH_INDEX
     flags = L.HEADER_WORDS + L.R_FLAGS * a_at[0]
@@ -52,6 +53,3 @@ def _join_rows(a, a_at, b, b_at, out, out_at, spec_width):
     out[L.H_LAUNCH], out[L.H_BATCH], out[L.H_ROWS] = a[L.H_LAUNCH], a[L.H_BATCH], rows
     out[L.H_TOKENS], out[L.H_LOGPROBS] = token_at - out_at[1], score_at - out_at[2]
     out[L.H_FAMILIES] = family_at - out_at[3]
-
-
-join_rows = njit(void(VECTOR32, PLACES, VECTOR32, PLACES, VECTOR32, PLACES, int64), **COMPILED)(_join_rows)

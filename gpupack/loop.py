@@ -7,11 +7,11 @@ when this module is imported, or loaded from Numba's cache, so that nothing comp
 
 from __future__ import annotations
 
-from numba import boolean, int32, int64, njit, types, uint8
+from numba import boolean, int32, int64, types, uint8
 
 from gpupack import layout as L
 from gpupack import loop_optional
-from gpupack.compiled import COMPILED, MATRIX32, PLACES, VECTOR32, VECTOR64, called, inlined
+from gpupack.compiled import MATRIX32, PLACES, VECTOR32, VECTOR64, called, compiled, inlined
 from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_RUN, LIMIT_VOCAB, OK, check_batch
 from gpupack.loop_runs import CONVEYED, put_run, run_end
 from gpupack.rule import as_int32, finish_of, live_slot, send_of
@@ -243,7 +243,7 @@ def compile_step(optional):
         )
         for token in (int32, int64)
     ]  # fmt: skip
-    return njit(signatures, **COMPILED)(_step_batch)
+    return compiled(*signatures)(_step_batch)
 
 
 step_batch = compile_step(types.none)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from numba import boolean, int64, njit, types
+from numba import boolean, int64, types
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, MATRIX32, VECTOR32, VECTOR64
+from gpupack.compiled import MATRIX32, VECTOR32, VECTOR64, compiled
 
 ROW, BATCH_ROW, SLOT, ACCEPT_LEN, TOKEN_START, LOGPROB_START, RECORD_START = range(7)
 FIELDS = 7
 
 
-def _find_conveyed(packed, stride, judged, handles, fields):
+@compiled(types.UniTuple(int64, 2)(VECTOR32, int64, boolean[::1], VECTOR64, MATRIX32))
+def find_conveyed(packed, stride, judged, handles, fields):
     """Write handles and `fields` of the conveyed rows; returns how many, and how many of their slots are `judged`."""
     count = found = 0
     columns = packed[L.HEADER_WORDS :]
@@ -31,8 +32,3 @@ def _find_conveyed(packed, stride, judged, handles, fields):
         found += judged[slot]
         count += 1
     return count, found
-
-
-find_conveyed = njit(types.UniTuple(int64, 2)(VECTOR32, int64, boolean[::1], VECTOR64, MATRIX32), **COMPILED)(
-    _find_conveyed
-)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from numba import njit, void
+from numba import void
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, PLACES, VECTOR32, VECTOR64, inlined
+from gpupack.compiled import PLACES, VECTOR32, VECTOR64, compiled, inlined
 
 
 @inlined
@@ -16,7 +16,8 @@ def _copy(source, begin, out, at, count):
         place[i] = taken[i]
 
 
-def _copy_sections(packed, at, out, places, row_flags):
+@compiled(void(VECTOR32, PLACES, VECTOR32, VECTOR64, VECTOR32))
+def copy_sections(packed, at, out, places, row_flags):
     """Copy row columns, indptr and items of a packed step to their places in a frame, in int32 words.
 
     `at`: the packed step's `compiled.PLACES`. `places`: those of the frame, `FRAME_PLACES`.
@@ -58,4 +59,3 @@ FRAME_PLACES = (
     "spec",
     "spec_width",
 )
-copy_sections = njit(void(VECTOR32, PLACES, VECTOR32, VECTOR64, VECTOR32), **COMPILED)(_copy_sections)
