@@ -13,7 +13,7 @@ from gpupack.sglang.settled import Settle
 from gpupack.sglang.stream_state import StreamState
 from gpupack.sglang.versions import EngineVersion
 from gpupack.sglang.weights import WeightSpans
-from gpupack.wire.side import COUNTS, InputLogprobs, OpeningRecord, RowExtras, SideRecord
+from gpupack.wire.side import COUNTS, InputLogprobs, OpeningRecord, RowExtras, SideRecord, decode_side, encode_side
 from gpupack.wire.verify_side import check_input_logprobs
 
 INPUT = InputLogprobs.__struct_fields__
@@ -38,7 +38,7 @@ class SideMaker:
     def side(self, sending: Sending, opening: list[int]) -> tuple[SideRecord, list[int]]:
         """The side record of rows, some of which open, and the rows whose input logprobs are in it.
 
-        WireError for input logprobs that a frame cannot carry.
+        WireError for what a reader would refuse.
         """
         extras: Extras = {row: {"finish": reason_of(sending.reqs[row])} for row in sending.final}
         counts = self._counts(sending)
@@ -50,7 +50,10 @@ class SideMaker:
             _add_input_logprobs(extras, sending.reqs, fresh)
         openings = [self._opening(row, sending) for row in opening]
         records = [RowExtras(row=row, **extras[row]) for row in sorted(extras)]
-        return SideRecord(openings=openings, extras=records), fresh
+        side = SideRecord(openings=openings, extras=records)
+        if openings or records:
+            decode_side(encode_side(side))  # what a reader refuses, such as a long name, must not get there
+        return side, fresh
 
     def _counts(self, sending: Sending) -> dict[int, dict[str, int]]:
         """Counts by row, of rows that are not settled and of those whose reasoning tokens have changed."""

@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from gpupack.columns import OutputColumns
+from gpupack.errors import WireError
 from gpupack.sglang.frames import NO_RANK
 from gpupack.sglang.payload import Payloads
 from gpupack.transport.receiver import OutputReceiver
@@ -62,7 +63,7 @@ class NativeReceiver:
             try:
                 return original(intake, *arguments, **options)
             except FrameArrived as arrived:
-                message = self.expand(arrived.data)
+                message = self._expand(arrived.data)
             if message is not None:
                 return message
 
@@ -79,6 +80,18 @@ class NativeReceiver:
         if any(spans):
             message.weight_versions = spans
         return message
+
+    def _expand(self, data: bytes) -> Any:
+        try:
+            return self.expand(data)
+        except WireError as error:
+            logger.error(
+                "gpupack: a frame from the scheduler was refused, so its requests cannot go on, and the engine ends "
+                "as it does for a message of its own that cannot be read (GPUPACK_WIRE=compatible sends no frames): "
+                "%s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+            raise
 
     def close(self) -> None:
         """Close the receiver."""

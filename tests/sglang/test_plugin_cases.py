@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import zmq
 from plugged import plugged
-from real import NEWER, Setting
+from real import NEWER, Setting, io_struct
 from trio import make, take
+
+from gpupack.errors import WireError
+from gpupack.sglang.native_receiver import NativeReceiver
+from gpupack.wire.frame import MAGIC
 
 
 @pytest.fixture(params=["compatible", "native"])
@@ -26,3 +31,32 @@ def test_a_retracted_request_without_output_keeps_its_first_logprob(streamer):
     req.is_retracted = False
     message = streamer.stream([take(req, 40).req], True)
     assert message.output_token_logprobs_val == [[-1.0] if NEWER else []]
+
+
+@pytest.mark.parametrize("rid", ["r" * 5000, "\ud800"], ids=["too long", "a lone surrogate"])
+def test_a_name_that_no_frame_carries_goes_as_a_message(rid, streamer):
+    reqs = [make("a"), make(rid)]
+    for token in (40, 41):
+        message = streamer.stream([take(req, token).req for req in reqs], False)
+        assert message.rids == ["a", rid]
+        assert [list(ids) for ids in message.output_ids] == [[token], [token]]
+    reqs[0].sampling_params.max_new_tokens = 3
+    assert streamer.stream([take(reqs[0], 42).req], False).finished_reasons == [{"type": "length", "length": 3}]
+    stats = streamer.streamer.gpupack.stats.snapshot()
+    if stats["wire"] == "native":
+        assert sum(stats["unframed"].values()) == 2
+        assert stats["frames"] > 0
+
+
+def test_a_frame_that_is_refused_says_why(caplog):
+    """As the detokenizer's end takes it, over a real socket."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        pull.bind("inproc://refused")
+        push.connect("inproc://refused")
+        push.send(MAGIC + bytes(100))
+        receiver = NativeReceiver()
+        with pytest.raises(WireError):
+            receiver.receive(io_struct.sock_recv, pull)
+        receiver.close()
+    assert "refused" in caplog.text
+    assert "FrameVersionError" in caplog.text
