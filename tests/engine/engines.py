@@ -74,10 +74,10 @@ def difference(engine: Run, plugged: Run) -> tuple[int, int, str]:
 
 
 def run(command: list[str], folder: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A command in a folder of its own, where its server's log lands; `path` is where it looks for modules."""
+    """A command in a folder of its own, where its server's log lands; `path` is where it looks for modules first."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     if path is not None:
-        environment["PYTHONPATH"] = str(path)
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), *environment.get("PYTHONPATH", "").split(os.pathsep)])
     return subprocess.run(
         command,
         cwd=folder,
