@@ -204,7 +204,7 @@ def test_the_backlog_has_what_the_engine_committed_or_says_that_it_has_not(steps
     handles = PoolHandles(packer, np.ones(SLOTS, np.int64)).of(reqs, np.arange(1, 4))
     backlog, said = Backlog(roster), [[], [], []]
     sent, first = [0, 0, 0], [0, 0, 0]
-    backlog.meet(reqs, roster.slots_of(reqs))
+    backlog.meet(roster.group_of(reqs))
     for accepts, discards, packs, sends in steps:
         ids = rng.integers(0, 99, (3, 3))
         scores = rng.standard_normal((3, 3), np.float32)
@@ -257,7 +257,7 @@ def test_a_backlog_longer_than_its_window_is_not_given_in_part(top, window):
     req = Req(scores=True, top=top)
     handle = PoolHandles(packer, np.ones(SLOTS, np.int64)).of([req], np.array([1]))
     backlog = Backlog(roster)
-    backlog.meet([req], roster.slots_of([req]))
+    backlog.meet(roster.group_of([req]))
     one = {"logprobs": np.zeros(1, np.float32), "top_logprobs_val": np.zeros((1, 1), np.float32),
            "top_logprobs_idx": np.zeros((1, 1), np.int64)}  # fmt: skip
     for n in range(1, window + 2):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpupack.packer import Packer
@@ -97,6 +98,8 @@ class DeviceBackend:
             generations = scheduler.req_to_token_pool.req_generation.numpy()
             self._packer = Packer(config_of(scheduler, len(generations)))
             self._handles = PoolHandles(self._packer, generations)
+            if self._packer.config.device == "cuda":
+                torch.cuda.synchronize()  # its memory was cleared on this stream, and is used on others
 
     # --- as the engine processes its result -------------------------------------------------------
 
@@ -104,7 +107,7 @@ class DeviceBackend:
         """The engine is about to commit the result of a batch, and to call the streamer with its requests."""
         step = getattr(result, "gpupack", None)
         if step is not None and batch.reqs:
-            self._backlog.meet(batch.reqs, self._roster.slots_of(batch.reqs))
+            self._backlog.meet(self._roster.group_of(batch.reqs))
             self._current = batch.reqs, step
 
     def end(self) -> None:
@@ -116,7 +119,7 @@ class DeviceBackend:
 
     def items(self, batch: Batch, rows: NDArray[np.int32]) -> PackedItems | None:
         """The items of rows of `cursors.advance`; None: the engine's lists have them. Batches are counted by reason."""
-        self._backlog.meet(batch.reqs, batch.slots)
+        self._backlog.meet(batch.group)
         step, sends = self._step_of(batch.reqs), rows.shape[1] > 0
         items = self._guarded(lambda: self._items(batch, rows, step), step)
         why = OUTSIDE if step is None else step.why
@@ -128,7 +131,7 @@ class DeviceBackend:
 
     def passed(self, reqs: Any, slots: NDArray[np.int32]) -> None:
         """The engine's own streamer takes these requests."""
-        self._backlog.meet(reqs, slots)
+        self._backlog.meet(self._roster.group_of(reqs))
         step = self._step_of(reqs)
         lens = np.array([len(req.output_ids) for req in reqs], np.int32)
         self._guarded(lambda: self._take(slots, lens, step), step)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from gpupack.sglang import cursors as C
 from gpupack.sglang import device_loops as loops
 from gpupack.sglang.batch import Batch
 from gpupack.sglang.frame_items import Items, Scores
+from gpupack.sglang.group import Group
 from gpupack.sglang.roster import Roster
 
 WINDOW = 256  # unsent tokens of a request that are kept
@@ -43,19 +43,23 @@ class Backlog:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
+        self._met: Group | None = None
         self._kept = np.zeros((0, 2), np.int32)
         self._generation = np.zeros(0, np.int32)
         self._tokens = self._scores = np.zeros((0, WINDOW), np.int32)
         self._records = np.zeros((0, RECORD_WINDOW, 0), np.int32)
 
-    def meet(self, reqs: Sequence[Any], slots: NDArray[np.int32]) -> None:
+    def meet(self, group: Group) -> None:
         """Note how long the output of requests is that were not seen before."""
+        if group is self._met:
+            return
+        self._met, slots = group, group.slots
         self._reserve(0)
-        new = np.flatnonzero(self._generation[slots] != self._roster.generation[slots])
+        new = np.flatnonzero(self._generation[slots] != group.generation)
         if len(new):
-            lens = np.array([len(reqs[row].output_ids) for row in new.tolist()], np.int32)
+            lens = np.array([len(group.reqs[row].output_ids) for row in new.tolist()], np.int32)
             self._kept[slots[new]] = lens[:, None]
-            self._generation[slots[new]] = self._roster.generation[slots[new]]
+            self._generation[slots[new]] = group.generation[new]
 
     def take(self, slots: NDArray[np.int32], lens: NDArray[np.int32], packed: PackedStep | None) -> int:
         """Keep the runs of a packed step, as far as the outputs of these requests have grown to `lens`.

@@ -36,7 +36,7 @@ def _verified(result: Any, ids: Tensor, rows: int) -> dict[str, Any]:
     stride = result.speculative_output_stride or result.speculative_num_draft_tokens
     if result.accept_lens is None or not stride or ids.numel() != rows * stride:
         raise NotPacked("sampled ids of an unknown shape")
-    return {"token_ids": ids.view(rows, stride), "accept_lens": result.accept_lens.to(torch.int32)}
+    return {"token_ids": ids.reshape(rows, stride), "accept_lens": result.accept_lens.to(torch.int32)}
 
 
 def _logprobs(output: Any, rows: int, top: int) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _logprobs(output: Any, rows: int, top: int) -> dict[str, Any]:
         values, ids = unsplit(output.next_token_top_logprobs_val), unsplit(output.next_token_top_logprobs_idx)
         if values is None or ids is None or len(values) != rows * width or values.shape[1] < top:
             raise NotPacked("top logprobs that are no tensor of the batch")
-        inputs["top_logprobs_val"] = values.float().view(rows, width, -1)
-        inputs["top_logprobs_idx"] = ids.view(rows, width, -1)
+        inputs["top_logprobs_val"] = values.float().reshape(rows, width, -1)
+        inputs["top_logprobs_idx"] = ids.reshape(rows, width, -1)
     return inputs
 
 

@@ -11,6 +11,7 @@ COUNTED = {
     "rows": "Rows sent",
     "tokens": "Tokens sent",
     "bytes": "Bytes sent to the detokenizer",
+    "packed": "Batches whose rows came from steps packed by the device backend",
     "held": "Due rows held back by a stop string",
     "pack_ms": "CPU milliseconds spent on finding and making what is sent",
     "send_ms": "CPU milliseconds spent on encoding and sending",

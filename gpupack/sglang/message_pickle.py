@@ -18,7 +18,7 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.message import MessageMaker, output_logprobs
 from gpupack.sglang.roster import KEPT
 from gpupack.sglang.sending import Sending
-from gpupack.sglang.usual_scores import UsualScores, usual_scores
+from gpupack.sglang.usual_scores import UsualScores, usual_scores, usual_tokens
 
 UInt8 = NDArray[np.uint8]
 BEGIN, ITEMS, END = b"\x80\x05", b"(", b"u\x86R."
@@ -53,8 +53,8 @@ class PickledMaker(MessageMaker):
         """The pickle of the message; see MessageMaker."""
         sending = Sending.of(batch, rows, final)
         parts = [self._head, self._kept(sending)]
-        if batch.facts[C.USUAL] and batch.packed is None:
-            tokens = np.array([one[-1] for one in sending.ids], np.int64)
+        if batch.facts[C.USUAL]:
+            tokens = usual_tokens(sending)
             parts += self._usual_ids(sending, tokens)
             columns = self.others(sending, [(token,) for token in tokens] if sending.customized else ())
         else:
@@ -63,7 +63,7 @@ class PickledMaker(MessageMaker):
             columns = {"decode_ids": decode, **self.others(sending, output)}
         if batch.return_logprob:
             columns.update(self.input_logprobs(sending))
-            usual = usual_scores(sending) if batch.packed is None else None
+            usual = usual_scores(sending)
             if usual is None:
                 columns.update(output_logprobs(sending))
             else:

@@ -1,15 +1,18 @@
-"""UsualScores: the logprobs of a decode step in which all requests asked for the same."""
+"""What a decode step has where all its rows are alike: a token each, and UsualScores, if all asked for the same."""
 
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
 from gpupack.sglang.sending import Sending
+
+if TYPE_CHECKING:
+    from gpupack.sglang.device_backlog import PackedItems
 
 
 class UsualScores(NamedTuple):
@@ -29,11 +32,21 @@ class UsualScores(NamedTuple):
     top_ids: NDArray[np.int32]
 
 
+def usual_tokens(sending: Sending) -> NDArray[np.int64]:
+    """The token of each row, int64 `[rows]`, of rows that have one each."""
+    packed = sending.batch.packed
+    if packed is not None:
+        return packed.tokens.items.astype(np.int64)
+    return np.array([one[-1] for one in sending.ids], np.int64)
+
+
 def usual_scores(sending: Sending) -> UsualScores | None:
     """The logprobs of rows that have one each and are alike; None where they are otherwise, or have another form."""
     width = sending.batch.group.width
     if not sending.batch.facts[C.USUAL_SCORES] or width is None or width[1]:
         return None
+    if sending.batch.packed is not None:
+        return _of_packed(sending.batch.packed, len(sending.reqs), width[0])
     top, logs, at = width[0], [req.logprob for req in sending.reqs], sending.rows[C.LOGPROB_BEGIN].tolist()
     none: list[Any] = []
     try:
@@ -51,6 +64,19 @@ def usual_scores(sending: Sending) -> UsualScores | None:
         )
     except (IndexError, TypeError, ValueError, OverflowError):
         return None
+
+
+def _of_packed(packed: PackedItems, rows: int, top: int) -> UsualScores | None:
+    if len(packed.scores.logprobs) != rows:
+        return None
+    records = np.empty((rows, 0), np.int32) if packed.scores.families is None else packed.scores.families
+    records = records.reshape(rows, 2 * top)
+    return UsualScores(
+        packed.scores.logprobs.astype(np.float64),
+        packed.score_ids,
+        np.ascontiguousarray(records[:, :top]).view(np.float32).astype(np.float64),
+        records[:, top:],
+    )
 
 
 def _table(rows: list[list[Any]], dtype: Any, count: int, width: int) -> NDArray[Any]:
