@@ -39,7 +39,8 @@ class Req:
         )  # fmt: skip
         self.output_ids, self.origin_input_ids_unpadded = array("q"), array("q", [1, 2])
         self.finished_reason = self.finished_len = self.input_embeds = None
-        self.finished_output = self.is_retracted = False
+        self.finished_output = self.is_retracted = self.input_logprob_sent = False
+        self.retraction_count, self.reasoning_tokens, self.customized_info = 0, 0, None
         self.return_hidden_states = self.return_routed_experts = self.return_indexer_topk = False
         self.send_token_offset = self.send_output_token_logprobs_offset = self.send_decode_id_offset = 0
 
