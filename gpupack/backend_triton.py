@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpupack import layout as L
-from gpupack.arena_places import ArenaPlaces
 from gpupack.config import PackerConfig
-from gpupack.device import DeviceRuntime, make_runtime
-from gpupack.device_step import DeviceStep, sections
+from gpupack.device.places import ArenaPlaces
+from gpupack.device.ring import LaunchRing, RingBuffer
+from gpupack.device.runtime import DeviceRuntime, make_runtime
+from gpupack.device.step import DeviceStep, sections
+from gpupack.device.words import LaunchWriter
 from gpupack.errors import InputError, StepFailedError
 from gpupack.inputs import StepInputs
 from gpupack.kernels.launch import LaunchShape, kernel_constants, launch_shape
 from gpupack.kernels.pack import pack_kernel
-from gpupack.launch_ring import LaunchRing, RingBuffer
-from gpupack.launch_words import LaunchWriter
 from gpupack.request import Resume
 
 

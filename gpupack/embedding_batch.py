@@ -13,13 +13,13 @@ from gpupack import layout as L
 from gpupack.checks import check_rows, host_array
 from gpupack.control import Control
 from gpupack.embeddings import EmbeddingGather, GatheredRows, is_tensor
-from gpupack.encoded_values import checked_array, encoded
 from gpupack.errors import InputError
-from gpupack.frame_room import ROW_BYTES, array_bytes, opening_bytes
-from gpupack.openings import Openings
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
 from gpupack.request import FinishReason, Resume, is_reason
+from gpupack.side.encoded_values import checked_array, encoded
+from gpupack.side.frame_room import ROW_BYTES, array_bytes, opening_bytes
+from gpupack.side.openings import Openings
 from gpupack.slots import SlotTable
 from gpupack.wire.array import Array
 from gpupack.wire.side import Embedding

@@ -18,7 +18,7 @@ from gpupack.config import INT32_MAX, Device
 from gpupack.errors import BufferBusyError, ConfigError, InputError, ReleasedError, StepFailedError
 
 if TYPE_CHECKING:
-    from gpupack.device import DeviceRuntime, Event
+    from gpupack.device.runtime import DeviceRuntime, Event
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 BITS: dict[int, type[np.generic]] = {4: np.uint32, 2: np.uint16}
@@ -148,7 +148,7 @@ class EmbeddingGather:
         if device not in get_args(Device):
             raise ConfigError(f"device: expected one of {get_args(Device)}, got {device!r}")
         if runtime is None and device != "cpu":
-            from gpupack.device import make_runtime
+            from gpupack.device.runtime import make_runtime
 
             runtime = make_runtime(device)
         self.width, self.dtype, self.max_batch = width, dtype, max_batch

@@ -26,7 +26,7 @@ from gpupack.state import check_admission, state_rows
 from gpupack.ticket import Ticket
 
 if TYPE_CHECKING:
-    from gpupack.graphs import PackGraph
+    from gpupack.device.graphs import PackGraph
 
 T = TypeVar("T")
 
@@ -243,7 +243,7 @@ class Packer:
     def capture(self, batch_capacity: int | None = None) -> PackGraph:
         """A CUDA graph of one launch for batches of up to `batch_capacity` rows; ConfigError without CUDA."""
         self._check_open()
-        from gpupack.graphs import PackGraph
+        from gpupack.device.graphs import PackGraph
 
         return PackGraph(self, self._capacity(batch_capacity))
 

@@ -13,7 +13,7 @@ from gpupack.errors import SendError
 from gpupack.metrics import Metrics
 from gpupack.packed import PackedStep
 from gpupack.request import Request
-from gpupack.side_records import Carried, SideRecords
+from gpupack.side.records import Carried, SideRecords
 from gpupack.slots import SlotTable
 from gpupack.ticket import Ticket
 from gpupack.wire.encoder import FrameEncoder

@@ -12,12 +12,12 @@ from gpupack import layout as L
 from gpupack.checks import host_array
 from gpupack.control import Control
 from gpupack.errors import InputError
-from gpupack.frame_room import SIDE_BYTES, opening_bytes
-from gpupack.host_columns import HostColumns
 from gpupack.host_judged import HostJudged
-from gpupack.openings import Openings
 from gpupack.packer import Packer
 from gpupack.request import FRESH, FinishReason, Request, Resume, is_reason
+from gpupack.side.frame_room import SIDE_BYTES, opening_bytes
+from gpupack.side.host_columns import HostColumns
+from gpupack.side.openings import Openings
 from gpupack.stop_strings import StopStringJudge
 from gpupack.ticket import Ticket
 from gpupack.wire.encoder import largest_frame

@@ -18,7 +18,7 @@ from gpupack.metrics import Metrics
 from gpupack.packer import Packer
 from gpupack.request import FinishReason, Request
 from gpupack.row_sender import NOTHING_SENT, Carry, RowSender, SendReport
-from gpupack.side_records import SideRecords
+from gpupack.side.records import SideRecords
 from gpupack.stop_strings import StopStringJudge
 from gpupack.streamed_requests import StreamedRequests
 from gpupack.ticket import Ticket

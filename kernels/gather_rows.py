@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpupack import layout as L
-from gpupack.device import DeviceRuntime
+from gpupack.device.runtime import DeviceRuntime
 
 TILE = 1024  # words a program
 THREADS = 128

@@ -10,10 +10,10 @@ from simulated import SimulatedRuntime
 
 from gpupack import retraction
 from gpupack.backend_triton import TritonBackend
-from gpupack.device_step import DeviceStep
-from gpupack.graphs import PackGraph
-from gpupack.launch_ring import LaunchRing
-from gpupack.launch_words import LaunchWriter
+from gpupack.device.graphs import PackGraph
+from gpupack.device.ring import LaunchRing
+from gpupack.device.step import DeviceStep
+from gpupack.device.words import LaunchWriter
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
 from gpupack.ticket import Ticket
@@ -100,7 +100,7 @@ GUARDS = {
         Packer, "take_in", "if not self._in_flight or self._in_flight[0] is not ticket", "if False"
     ),
     "no more steps in flight than agreed": Guard(
-        Packer, "_mode", "len(self._in_flight) >= self.config.max_in_flight", "False"
+        Packer, "_mode", "len(self._in_flight) >= self._max_in_flight", "False"
     ),
     "admissions in stream order": Guard(
         TritonBackend, "install", 'self.runtime.span("admit")', "self.runtime.elsewhere()"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpupack.config import PackerConfig
 from gpupack.control import Control
-from gpupack.device_inputs import LENS
+from gpupack.device.inputs import LENS
 from gpupack.request import NO_LIMIT, Request
 
 Arguments = tuple[Any, list[Any], dict[str, Any]]  # handles, further positional arguments, the rest

@@ -11,11 +11,11 @@ from frames import Row, Step, frame_of
 from output_line import lines, scores
 
 from gpupack import layout as L
-from gpupack.cached_tokens import cached_tokens_details
 from gpupack.columns import OutputColumns
 from gpupack.config import EmitPolicy
 from gpupack.control import Control
 from gpupack.request import Request
+from gpupack.side.cached_tokens import cached_tokens_details
 from gpupack.transport.score_ids import ScoreIds
 from gpupack.wire.side import Array, InputLogprobs
 

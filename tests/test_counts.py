@@ -8,11 +8,11 @@ import pytest
 import torch
 from output_line import lines, scores
 
-from gpupack.cached_tokens import cached_tokens_details
 from gpupack.columns import OutputColumns
 from gpupack.errors import HandleError, InputError
-from gpupack.host_columns import HostColumns
 from gpupack.request import Request
+from gpupack.side.cached_tokens import cached_tokens_details
+from gpupack.side.host_columns import HostColumns
 from gpupack.wire.side import Array, InputLogprobs
 
 line = lines  # a fixture

@@ -10,8 +10,8 @@ from newcomers import media_counts
 from real import Setting
 
 from gpupack import Request
-from gpupack.cached_tokens import cached_tokens_details
 from gpupack.sglang.payload import time_stats_bytes
+from gpupack.side.cached_tokens import cached_tokens_details
 from gpupack.wire.side import InputLogprobs
 
 INPUT = ("token_logprobs_val", "token_logprobs_idx", "top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpupack.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from gpupack.device import Graph
+    from gpupack.device.runtime import Graph
     from gpupack.packer import Packer
     from gpupack.ticket import Ticket
 

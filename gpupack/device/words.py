@@ -13,11 +13,11 @@ from gpupack import layout as L
 from gpupack.checks import check_rows, host_array
 from gpupack.config import PackerConfig
 from gpupack.control import check_control
-from gpupack.device import DeviceRuntime
-from gpupack.device_inputs import INPUTS
+from gpupack.device.inputs import INPUTS
+from gpupack.device.ring import RingBuffer
+from gpupack.device.runtime import DeviceRuntime
 from gpupack.errors import InputError
 from gpupack.inputs import StepInputs
-from gpupack.launch_ring import RingBuffer
 
 
 class LaunchWriter:

@@ -119,7 +119,7 @@ def make_runtime(device: str, *, blocking: bool = True, stream: Any = None) -> D
         raise ConfigError("device: expected TRITON_INTERPRET unset for 'cuda', it is 1")
     if not torch.cuda.is_available():
         raise ConfigError("device: expected a CUDA device for 'cuda', torch finds none")
-    from gpupack.device_cuda import CudaRuntime
+    from gpupack.device.cuda import CudaRuntime
 
     return CudaRuntime(blocking=blocking, stream=stream)
 

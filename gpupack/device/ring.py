@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
-from gpupack.device import DeviceRuntime
-from gpupack.device_inputs import LENS
+from gpupack.device.inputs import LENS
+from gpupack.device.runtime import DeviceRuntime
 from gpupack.errors import BufferBusyError
 from gpupack.kernels.launch import ring_words
 

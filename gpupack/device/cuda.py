@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpupack.device import Event
+from gpupack.device.runtime import Event
 from gpupack.errors import InputError
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gpupack.encoded_values import (
+from gpupack.errors import InputError
+from gpupack.side.encoded_values import (
     checked_array,
     checked_details,
     checked_stats,
@@ -16,8 +17,7 @@ from gpupack.encoded_values import (
     encoded_input,
     encoded_state,
 )
-from gpupack.errors import InputError
-from gpupack.frame_room import Room, array_bytes, details_bytes, key_bytes
+from gpupack.side.frame_room import Room, array_bytes, details_bytes, key_bytes
 from gpupack.wire.array import Array
 from gpupack.wire.side import CachedTokensDetails
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.frame_room import SIDE_BYTES
-from gpupack.host_columns import HostColumns
-from gpupack.openings import Openings
 from gpupack.packed import PackedStep
 from gpupack.request import FinishReason, is_reason
+from gpupack.side.frame_room import SIDE_BYTES
+from gpupack.side.host_columns import HostColumns
+from gpupack.side.openings import Openings
 from gpupack.slots import SlotTable
 from gpupack.ticket import Ticket
 from gpupack.wire.encoder import frame_bytes

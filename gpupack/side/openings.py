@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.host_columns import HostColumns
 from gpupack.request import Resume
+from gpupack.side.host_columns import HostColumns
 from gpupack.slots import SlotTable
 from gpupack.wire.side import OpeningRecord
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from gpupack import layout as L
 from gpupack.checks import host_array
 from gpupack.errors import InputError
-from gpupack.frame_room import ROW_BYTES, Room, opening_bytes
-from gpupack.kept import Kept
 from gpupack.packed import PackedStep
 from gpupack.request import FRESH, Request, Resume
-from gpupack.row_counts import RowCounts
+from gpupack.side.frame_room import ROW_BYTES, Room, opening_bytes
+from gpupack.side.kept import Kept
+from gpupack.side.row_counts import RowCounts
 from gpupack.slots import SlotTable
 from gpupack.wire.side import RETURNED, CachedTokensDetails, InputLogprobs, Returned
 

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.device import Event
+from gpupack.device.ring import RingBuffer
+from gpupack.device.runtime import Event
 from gpupack.errors import StepFailedError
-from gpupack.launch_ring import RingBuffer
 from gpupack.packed import PackedStep
 
 if TYPE_CHECKING:
