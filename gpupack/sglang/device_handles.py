@@ -64,7 +64,8 @@ class PoolHandles:
         self._met = np.full(len(generations), -1, np.int64)
         self._scores = np.zeros(len(generations), np.bool_)
         self._top = np.zeros(len(generations), np.int32)
-        self._unfit: dict[int, str] = {}  # by index: why it cannot be packed
+        self._unfit = np.zeros(len(generations), np.bool_)
+        self._why: dict[int, str] = {}  # by unfit index
         self._requests: dict[tuple[bool, int], Request] = {}
 
     def of(self, reqs: Sequence[Any], indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -74,10 +75,9 @@ class PoolHandles:
         handles = generations << L.SLOT_BITS | indices
         if new:
             self._meet([reqs[row] for row in new], handles[new])
-        if self._unfit:
-            for index in indices.tolist():
-                if index in self._unfit:
-                    raise NotPacked(self._unfit[index])
+        unfit = self._unfit[indices]
+        if np.count_nonzero(unfit):
+            raise NotPacked(self._why[int(indices[unfit.argmax()])])
         return handles
 
     def asked(self, indices: NDArray[np.int64]) -> tuple[bool, int]:
@@ -89,11 +89,10 @@ class PoolHandles:
         self._met[indices] = handles >> L.SLOT_BITS
         fit, requests = [], []
         for row, (req, index) in enumerate(zip(reqs, indices.tolist(), strict=True)):
-            self._unfit.pop(index, None)
             why = why_not_packed(req)
+            self._unfit[index] = why is not None
             if why is not None:
-                self._unfit[index] = why
-                self._scores[index], self._top[index] = False, 0
+                self._why[index] = why
                 continue
             scores = bool(req.return_logprob)
             top = int(req.logprob.top_logprobs_num or 0) if scores else 0

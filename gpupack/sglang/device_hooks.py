@@ -31,7 +31,8 @@ def hook_device() -> None:
     def around_copy(original: Any, result: Any, *arguments: Any, **options: Any) -> Any:
         return around_copying(original, copy, result, *arguments, **options)
 
-    for target, hook in ((RELAY, around_relay), (COPY, around_copy), (SETTLED, around_settled), (PROCESS, around)):
+    around = {RELAY: around_relay, COPY: around_copy, SETTLED: around_settled, PROCESS: around_process}
+    for target, hook in around.items():
         hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
 
 
@@ -42,17 +43,17 @@ def backend_of(scheduler: Any) -> DeviceBackend | None:
     return backend
 
 
-def around_relay(original: Any, scheduler: Any, batch: Any, indices: Any, result: Any) -> Any:
-    """`_relay_forward_payload(batch, future_indices, batch_result)`."""
-    answer = original(scheduler, batch, indices, result)
+def around_relay(original: Any, scheduler: Any, batch: Any, future_indices: Any, batch_result: Any) -> Any:
+    """`Scheduler._relay_forward_payload`."""
+    answer = original(scheduler, batch, future_indices, batch_result)
     backend = backend_of(scheduler)
     if backend is not None and scheduler.enable_overlap:
-        backend.relayed(batch, result)
+        backend.relayed(batch, batch_result)
     return answer
 
 
 def around_copying(original: Any, copy: Any, result: Any, *arguments: Any, **options: Any) -> Any:
-    """`copy_to_cpu(return_logprob, …)`; `copy` is what it copies a tensor with."""
+    """`GenerationBatchResult.copy_to_cpu`; `copy` is what it copies a tensor with."""
     step: DeviceStep | None = getattr(result, "gpupack", None)
     if step is None:
         return original(result, *arguments, **options)
@@ -67,18 +68,18 @@ def around_copying(original: Any, copy: Any, result: Any, *arguments: Any, **opt
     return answer
 
 
-def around_settled(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
-    """`update_cache_from_scheduler(schedule_batch, batch_result)`: the only call without overlap that has both."""
-    answer = original(scheduler, batch, result)
+def around_settled(original: Any, scheduler: Any, schedule_batch: Any, batch_result: Any) -> Any:
+    """`Scheduler.update_cache_from_scheduler`: the only call without overlap that has both."""
+    answer = original(scheduler, schedule_batch, batch_result)
     backend = backend_of(scheduler)
     if backend is not None:
-        backend.relayed(batch, result)
-        backend.copied(result.gpupack)
+        backend.relayed(schedule_batch, batch_result)
+        backend.copied(batch_result.gpupack)
     return answer
 
 
-def around(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
-    """`process_batch_result(batch, result)`."""
+def around_process(original: Any, scheduler: Any, batch: Any, result: Any) -> Any:
+    """`Scheduler.process_batch_result`."""
     backend = backend_of(scheduler)
     if backend is None:
         return original(scheduler, batch, result)
