@@ -18,6 +18,7 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.device_backend import ELSEWHERE, FAILED, OUTSIDE, DeviceBackend
 from gpupack.sglang.device_backlog import RECORD_WINDOW, WINDOW, Backlog
 from gpupack.sglang.device_handles import NotPacked, PoolHandles
+from gpupack.sglang.device_hooks import around_copying, around_process, around_relay, around_settled
 from gpupack.sglang.device_lists import logprob_lists, token_lists
 from gpupack.sglang.device_tensors import copy_top_logprobs, step_inputs, unsplit
 from gpupack.sglang.roster import Roster
@@ -406,3 +407,73 @@ def test_a_packer_that_cannot_be_made_leaves_the_lists(caplog):
     assert engine.process(*engine.launch(5)) is None
     assert engine.stats.unpacked == {FAILED: 1}
     assert "the host backend goes on" in caplog.text
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def scheduler_of(engine, *, overlap):
+    ours = SimpleNamespace(device=engine.device)
+    return SimpleNamespace(enable_overlap=overlap, output_streamer=SimpleNamespace(gpupack=ours))
+
+
+def batch_of(engine):
+    return SimpleNamespace(reqs=[engine.req], req_pool_indices_cpu=torch.tensor([2]))
+
+
+def test_with_overlap_a_step_is_enqueued_at_the_relay_and_committed_before_the_copy():
+    engine = Engine()
+    scheduler, result = scheduler_of(engine, overlap=True), result_of(torch.tensor([5]))
+    assert around_relay(lambda *_: "relayed", scheduler, batch_of(engine), None, result) == "relayed"
+    assert result.gpupack.ticket is None
+    around_copying(lambda given: given.gpupack.ticket.ready(), None, result)
+    assert engine.process(batch_of(engine), result) == [5]
+
+
+def test_without_overlap_both_are_done_when_the_batch_is_settled():
+    engine = Engine()
+    scheduler, result = scheduler_of(engine, overlap=False), result_of(torch.tensor([5]))
+    around_relay(lambda *_: None, scheduler, batch_of(engine), None, result)
+    assert not hasattr(result, "gpupack")
+    around_settled(lambda *_: None, scheduler, batch_of(engine), result)
+    assert engine.process(batch_of(engine), result) == [5]
+
+
+def test_the_engine_copies_nothing_of_top_logprobs_that_are_copied_whole():
+    engine, copied = Engine(), []
+    values, ids = torch.randn(2, 5).topk(3)
+    result = result_of(torch.tensor([5]), top_val=split(values, [2, 3]), top_idx=split(ids, [2, 3]))
+    engine.device.relayed(batch_of(engine), result)
+
+    def original(given, return_logprob):
+        assert return_logprob
+        assert (
+            given.logits_output.next_token_top_logprobs_val is given.logits_output.next_token_top_logprobs_idx is None
+        )
+
+    around_copying(original, lambda whole: copied.append(whole) or whole, result, return_logprob=True)
+    assert len(copied) == 2
+    assert [row.tolist() for row in result.logits_output.next_token_top_logprobs_val] == [
+        values[0][:2].tolist(),
+        values[1].tolist(),
+    ]
+
+
+def test_a_result_that_was_processed_is_forgotten_also_after_an_error():
+    engine = Engine()
+    scheduler, step = scheduler_of(engine, overlap=True), engine.launch(5)
+
+    def original(*_):
+        raise ValueError("in the engine")
+
+    with pytest.raises(ValueError, match="in the engine"):
+        around_process(original, scheduler, *step)
+    assert engine.device._current is None
+    assert around_process(lambda *given: given[1:], SimpleNamespace(), *step) == step
+
+
+def test_a_scheduler_without_a_device_backend_is_left_alone():
+    result = result_of(torch.tensor([5]))
+    around_relay(lambda *_: None, SimpleNamespace(enable_overlap=True), None, None, result)
+    around_settled(lambda *_: None, SimpleNamespace(output_streamer=SimpleNamespace()), None, result)
+    assert around_copying(lambda *given, **options: (given, options), None, result, 1, a=2) == ((result, 1), {"a": 2})
