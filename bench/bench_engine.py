@@ -128,12 +128,14 @@ def round_of(way: str, args: argparse.Namespace, number: int) -> list[dict[str, 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Medians over the rounds, in Markdown."""
-    names = [name for name in rows[0] if name not in ("way", "round", "streams", "top_logprobs", "calls")]
+    names = [name for name in rows[0] if name.endswith(("_us", "_token", "_s", "_ms"))]
     lines = ["| streams | top | way | " + " | ".join(names) + " |", "| --- " * (len(names) + 3) + "|"]
     for top in (0, 5):
         for streams in sorted({row["streams"] for row in rows}):
             for way in WAYS:
                 same = [r for r in rows if (r["streams"], r["top_logprobs"], r["way"]) == (streams, top, way)]
+                if not same:
+                    continue
                 values = [f"{statistics.median(row[name] for row in same):.1f}" for name in names]
                 lines.append(f"| {streams} | {top} | {way} | " + " | ".join(values) + " |")
     return "\n".join(lines)
@@ -146,11 +148,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--streams", type=int, nargs="+", default=[32, 128, 256])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--append", action="store_true", help="add to the rows that are there, one run after the other")
     args = parser.parse_args()
-    rows = [row for number in range(args.rounds) for way in WAYS for row in round_of(way, args, number)]
+    old = [json.loads(line) for line in RESULTS.read_text().splitlines()] if args.append else []
+    rows = [row for number in range(args.rounds) for way in args.ways for row in round_of(way, args, number)]
     about = {"date": time.strftime("%Y-%m-%d"), "machine": platform.processor() or platform.machine(),
              "cores": psutil.cpu_count(), "sglang": version("sglang"), "tokens": args.tokens}  # fmt: skip
-    RESULTS.write_text("".join(json.dumps({**about, **row}) + "\n" for row in rows))
+    rows = old + [{**about, **row} for row in rows]
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(table(rows))
 
 
