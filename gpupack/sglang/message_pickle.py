@@ -39,6 +39,11 @@ def key(name: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
+def read_back(made: bytes) -> Any:
+    """What the engine's reader makes of bytes of a `PickledMaker` of this process; never for those of others."""
+    return pickle.loads(made)
+
+
 class PickledMaker(MessageMaker):
     """Makes the bytes of messages; what stays as it is from step to step is pickled once."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
 from gpupack.sglang.frames import CannotTravel, FrameMaker
 from gpupack.sglang.message import MessageMaker
-from gpupack.sglang.message_pickle import PickledMaker
+from gpupack.sglang.message_pickle import PickledMaker, read_back
 from gpupack.sglang.native_receiver import NativeReceiver
 from gpupack.sglang.roster import Roster
 from gpupack.sglang.settings import Settings
@@ -62,7 +61,7 @@ class MessageOutlet:
 
     def shown(self, made: Any) -> Any:
         """What a reader makes of it."""
-        return pickle.loads(made) if isinstance(made, bytes) else made
+        return read_back(made) if isinstance(made, bytes) else made
 
     def _send_bytes(self, data: bytes | bytearray) -> None:
         socket = getattr(self._streamer.send_to_detokenizer, "socket", None)
