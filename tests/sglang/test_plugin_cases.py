@@ -48,6 +48,25 @@ def test_a_name_that_no_frame_carries_goes_as_a_message(rid, streamer):
         assert stats["frames"] > 0
 
 
+def test_an_end_behind_the_output_is_that_of_the_output(streamer):
+    req = make("a", max_new_tokens=2)
+    take(req, 40, 41)
+    req.finished_len = 5
+    message = streamer.stream([req], False)
+    assert list(message.output_ids[0]) == [40, 41]
+    assert message.completion_tokens == [2]
+
+
+def test_the_request_to_skip_is_left_alone_even_if_it_has_finished(streamer):
+    skipped, req = make("a", max_new_tokens=1), make("b", max_new_tokens=1)
+    take(skipped, 40)
+    message = streamer.stream([skipped, take(req, 41).req], False, skipped)
+    assert message.rids == ["b"]
+    assert message.finished_reasons == [{"type": "length", "length": 1}]
+    assert not skipped.finished_output
+    assert streamer.stream([skipped, req], False).rids == ["a"]
+
+
 def test_a_frame_that_is_refused_says_why(caplog):
     """As the detokenizer's end takes it, over a real socket."""
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
