@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import int32, int64, njit, types
 
 # Helpers are inlined and arrays are not reference-counted: with an atomic increment for each array that a
 # helper takes, the loop takes nearly twice as long.
-COMPILED = {"cache": True, "nogil": True, "_nrt": False}
 inlined = njit(nogil=True, forceinline=True, _nrt=False)
 called = njit(nogil=True, _nrt=False)  # for what most batches do not need: their loop has nothing of it
 
@@ -23,8 +23,8 @@ SOURCES = (
 
 
 def _state_of_sources() -> str:
-    """A digest of SOURCES."""
-    folder, digest = Path(__file__).parent, hashlib.sha256()
+    """A digest of SOURCES, and of who compiles them: environments may share a checkout."""
+    folder, digest = Path(__file__).parent, hashlib.sha256(numba.__version__.encode())
     for path in sorted(path for pattern in SOURCES for path in folder.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -34,7 +34,7 @@ STATE = _state_of_sources()
 
 
 def compiled(*signatures: Any) -> Callable[[Any], Any]:
-    """Compile a function for these signatures now, or load it from Numba's cache.
+    """Compile a function for these signatures now, or load it from Numba's cache; without any, at its first call.
 
     Numba goes by the time of the file that a function is in. What is inlined into it may come from another, so here
     the entry's name says what all of them contain.
@@ -42,7 +42,7 @@ def compiled(*signatures: Any) -> Callable[[Any], Any]:
 
     def compile_now(function: Any) -> Any:
         function.__qualname__ = f"{function.__name__}_{STATE}"
-        return njit(list(signatures), **COMPILED)(function)
+        return njit(list(signatures) or None, cache=True, nogil=True, _nrt=False)(function)
 
     return compile_now
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED
+from gpupack.compiled import compiled
 from gpupack.loop import pack_batch
 from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, LIMITS
 from gpupack.loop_runs import OTHER
@@ -29,7 +28,7 @@ NOTHING = np.empty(0, np.int32)
 
 Words = NDArray[Any]
 
-_pack_batch = njit(**COMPILED)(pack_batch.py_func)  # kept in Numba's cache
+_pack_batch = compiled()(pack_batch.py_func)  # kept in Numba's cache; compiled for what it is called with
 
 
 class Memory(Protocol):

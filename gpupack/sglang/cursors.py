@@ -6,10 +6,10 @@ kept: what is left of the CPU backend's loop are the cursors. Compiled by Numba.
 
 from __future__ import annotations
 
-from numba import boolean, int32, int64, njit, uint8
+from numba import boolean, int32, int64, uint8
 
 from gpupack import layout as L
-from gpupack.compiled import COMPILED, MATRIX32, VECTOR32
+from gpupack.compiled import MATRIX32, VECTOR32, compiled
 from gpupack.rule import is_due
 
 # By slot, one row of words each.
@@ -34,7 +34,7 @@ each has one logprob; whether one has logprobs of tokens that were sent before."
 FACTS = 4
 
 
-@njit(int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, int64, int64, int64, int64, uint8[::1]), **COMPILED)
+@compiled(int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, int64, int64, int64, int64, uint8[::1]))
 def find_due(cursors, slots, lens, ends, skipped, interval, force_interval, policy, actions):
     """Say for each row of a batch what it does; returns how many ask. `skipped` is a row or -1."""
     asks = 0
@@ -57,9 +57,8 @@ def find_due(cursors, slots, lens, ends, skipped, interval, force_interval, poli
     return asks
 
 
-@njit(
+@compiled(
     int64(MATRIX32, VECTOR32, VECTOR32, VECTOR32, uint8[::1], uint8[::1], boolean, int64, int32[:, ::1], int64[::1]),
-    **COMPILED,
 )
 def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows, facts):
     """Write the rows that send and move their cursors; returns how many. `scores`: logprobs go with this batch."""

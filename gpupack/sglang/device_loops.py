@@ -5,9 +5,9 @@ An item at output position `p` of a slot lies at `p % window` of its ring.
 
 from __future__ import annotations
 
-from numba import int32, int64, njit, types, void
+from numba import int32, int64, types, void
 
-from gpupack.compiled import COMPILED, MATRIX32, VECTOR32
+from gpupack.compiled import MATRIX32, VECTOR32, compiled
 
 BEGIN, END = 0, 1
 """Of a slot: the output positions whose items are kept are [BEGIN, END)."""
@@ -21,7 +21,7 @@ ITEMS = types.Tuple((VECTOR32,) * 7)
 """Of rows: where tokens, logprobs and records of each begin; token ids, logprobs, records, ids of the logprobs."""
 
 
-@njit(int64(MATRIX32, RINGS, RUNS, VECTOR32, VECTOR32, VECTOR32), **COMPILED)
+@compiled(int64(MATRIX32, RINGS, RUNS, VECTOR32, VECTOR32, VECTOR32))
 def take_runs(kept, rings, runs, slots, lens, widths):
     """Keep what of each accepted run the engine has committed; returns how many rows did not fit their run.
 
@@ -60,7 +60,7 @@ def take_runs(kept, rings, runs, slots, lens, widths):
     return lost
 
 
-@njit(int64(MATRIX32, VECTOR32, MATRIX32, VECTOR32, ITEMS), **COMPILED)
+@compiled(int64(MATRIX32, VECTOR32, MATRIX32, VECTOR32, ITEMS))
 def measure(kept, slots, ranges, widths, items):
     """Write where the items of each row begin; returns the first row of which not all are kept, or -1.
 
@@ -83,7 +83,7 @@ def measure(kept, slots, ranges, widths, items):
     return -1
 
 
-@njit(void(RINGS, VECTOR32, MATRIX32, VECTOR32, ITEMS), **COMPILED)
+@compiled(void(RINGS, VECTOR32, MATRIX32, VECTOR32, ITEMS))
 def give_items(rings, slots, ranges, widths, items):
     """Copy the items of rows that `measure` has found kept."""
     token_ring, score_ring, record_ring = rings
