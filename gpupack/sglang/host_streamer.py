@@ -111,9 +111,7 @@ class HostStreamer:
         packed = time.thread_time_ns()
         if self._shadow is not None:
             self.stats.verified += 1
-            self.stats.differences += self._shadow.compare(
-                expected, self._outlet.shown(made), travelled=isinstance(made, (bytes, bytearray))
-            )
+            self.stats.differences += self._shadow.compare(expected, self._outlet.shown(made), sent=made)
         before, sending = self._sent_bytes, time.thread_time_ns()
         if made is not None:
             self._outlet.send(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import struct
 from array import array
 from collections.abc import Sequence
@@ -41,13 +42,16 @@ class Shadow:
                 vars(req).update(values)
         return outbox.message
 
-    def compare(self, engine: Any, ours: Any, *, travelled: bool) -> int:
+    def compare(self, engine: Any, ours: Any, *, sent: Any) -> int:
         """Number of columns that differ; the first of a process are logged.
 
-        `travelled`: ours has been through a wire, on which the engine moves the times of a record from one
-        process's clock to another's, with what rounding that brings.
+        `sent`: what ours was made from, a frame or a pickle if those are its bytes. On such a way the engine moves the
+        times of a record from one process's clock to another's, with what rounding that brings.
         """
-        wrong = differences(engine, ours, _travelled if travelled else None)
+        stats = _expanded if isinstance(sent, bytearray) else _unpickled if isinstance(sent, bytes) else None
+        if stats is _unpickled and ours is not None:
+            ours = msgspec.structs.replace(ours, time_stats=[_told(record) for record in ours.time_stats])
+        wrong = differences(engine, ours, stats)
         for name, expected, got in wrong:
             self._logged += 1
             if self._logged <= LOGGED:
@@ -80,7 +84,17 @@ def differences(engine: Any, ours: Any, stats: Any = None) -> list[tuple[str, An
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _travelled(record: Any) -> Any:
+def _told(record: Any) -> Any:
+    """A record that has come by pickle, made to tell what it has: whether it does did not travel in each version."""
+    record.enable_metrics = True
+    return record
+
+
+def _unpickled(record: Any) -> Any:
+    return _told(pickle.loads(pickle.dumps(record)))
+
+
+def _expanded(record: Any) -> Any:
     state = record.encode_json()
     if not state:
         return record
