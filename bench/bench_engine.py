@@ -31,7 +31,16 @@ WAYS = {
     "compatible": {"GPUPACK_WIRE": "compatible"},
     "native": {"GPUPACK_WIRE": "native"},
 }
-ARGUMENTS = ["--max-running-requests", "256", "--max-total-tokens", "65536", "--log-level", "warning"]
+ARGUMENTS = [
+    "--max-running-requests",
+    "256",
+    "--max-total-tokens",
+    "65536",
+    "--dtype",
+    "bfloat16",
+    "--log-level",
+    "warning",
+]
 PROCESSES = ("scheduler", "detokenizer")
 
 
