@@ -107,7 +107,10 @@ def _records(parts: list[Any], top: int, ids: int) -> Int32:
 
 def _table(rows: list[list[list[Any]]], width: int, dtype: Any) -> NDArray[Any]:
     """Lists of `width` values as `[positions, width]`; ValueError if one is not as long."""
-    return np.array(list(chain.from_iterable(chain.from_iterable(rows))), dtype).reshape(-1, width)
+    positions = list(chain.from_iterable(rows))
+    if not {*map(len, positions)} <= {width}:
+        raise ValueError(f"logprobs: expected {width} at each position")
+    return np.array(list(chain.from_iterable(positions)), dtype).reshape(-1, width)
 
 
 def with_hidden(sending: Sending, flags: Int32, tokens: Items, scores: Scores) -> Items:

@@ -67,6 +67,26 @@ def test_the_request_to_skip_is_left_alone_even_if_it_has_finished(streamer):
     assert streamer.stream([skipped, req], False).rids == ["a"]
 
 
+def test_a_batch_opens_again_after_it_went_as_a_message(streamer):
+    reqs = [make("a"), make("b")]
+    for info in (None, None, {"k": [1, 2, 3]}, None):
+        reqs[0].customized_info = info
+        message = streamer.stream([take(req, 40).req for req in reqs], False)
+        assert message.rids == ["a", "b"]
+        assert (message.customized_info is None) == (info is None)
+
+
+def test_top_logprobs_of_another_number_than_asked_for_are_the_engines(streamer):
+    reqs = [make("a", return_logprob=True), make("b", return_logprob=True)]
+    for req, count in zip(reqs, (1, 3), strict=True):
+        req.logprob.top_logprobs_num = 2
+        take(req, 40)
+        req.logprob.output_top_logprobs_val.append([-0.5] * count)
+        req.logprob.output_top_logprobs_idx.append([7] * count)
+    message = streamer.stream(reqs, True)
+    assert message.output_top_logprobs_val == [[[-0.5]], [[-0.5] * 3]]
+
+
 def test_a_frame_that_is_refused_says_why(caplog):
     """As the detokenizer's end takes it, over a real socket."""
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
