@@ -44,6 +44,11 @@ def read_back(made: bytes) -> Any:
     return pickle.loads(made)
 
 
+def there_and_back(value: Any) -> Any:
+    """A value of this process as the engine's own wire hands it over."""
+    return read_back(pickle.dumps(value))
+
+
 class PickledMaker(MessageMaker):
     """Makes the bytes of messages; what stays as it is from step to step is pickled once."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 import struct
 from array import array
 from collections.abc import Sequence
@@ -13,6 +12,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
+from gpupack.sglang.message_pickle import there_and_back
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,11 @@ class Shadow:
     def compare(self, engine: Any, ours: Any, *, sent: Any) -> int:
         """Number of columns that differ; the first of a process are logged.
 
-        `sent`: what ours was made from, a frame or a pickle if those are its bytes. On such a way the engine moves the
+        `sent`: what ours was made from: the bytes of a frame or of the engine's own wire. On such a way the engine moves the
         times of a record from one process's clock to another's, with what rounding that brings.
         """
-        stats = _expanded if isinstance(sent, bytearray) else _unpickled if isinstance(sent, bytes) else None
-        if stats is _unpickled and ours is not None:
+        stats = _expanded if isinstance(sent, bytearray) else _read_back if isinstance(sent, bytes) else None
+        if stats is _read_back and ours is not None:
             ours = msgspec.structs.replace(ours, time_stats=[_told(record) for record in ours.time_stats])
         wrong = differences(engine, ours, stats)
         for name, expected, got in wrong:
@@ -85,13 +86,13 @@ def differences(engine: Any, ours: Any, stats: Any = None) -> list[tuple[str, An
 
 
 def _told(record: Any) -> Any:
-    """A record that has come by pickle, made to tell what it has: whether it does did not travel in each version."""
+    """A record that has come by the engine's wire, made to tell what it has: whether it does is not told everywhere."""
     record.enable_metrics = True
     return record
 
 
-def _unpickled(record: Any) -> Any:
-    return _told(pickle.loads(pickle.dumps(record)))
+def _read_back(record: Any) -> Any:
+    return _told(there_and_back(record))
 
 
 def _expanded(record: Any) -> Any:
