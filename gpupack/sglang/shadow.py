@@ -46,8 +46,8 @@ class Shadow:
     def compare(self, engine: Any, ours: Any, *, sent: Any) -> int:
         """Number of columns that differ; the first of a process are logged.
 
-        `sent`: what ours was made from: the bytes of a frame or of the engine's own wire. On such a way the engine moves the
-        times of a record from one process's clock to another's, with what rounding that brings.
+        `sent`: what ours was made from: bytes of a frame, or of the engine's own wire. On such a way the engine moves
+        the times of a record from one process's clock to another's, with what rounding that brings.
         """
         stats = _expanded if isinstance(sent, bytearray) else _read_back if isinstance(sent, bytes) else None
         if stats is _read_back and ours is not None:
