@@ -59,7 +59,7 @@ class MessageMaker:
         self._spec = not streamer.spec_algorithm.is_none()
         self._decode_server = streamer.disaggregation_mode.name == "DECODE"
         self._weights = WeightSpans(streamer, engine)
-        self._rows_kept: tuple[bytes, list[list[Any]]] = (b"", [])
+        self._rows_kept: tuple[bytes, list[list[Any]]] = (b"", [[] for _ in KEPT])
 
     def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
         """The message of rows, int32 `[ROW_WIDTH, rows]` of `cursors.advance`; `final` are those that are last."""

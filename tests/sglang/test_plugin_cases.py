@@ -99,3 +99,12 @@ def test_a_frame_that_is_refused_says_why(caplog):
         receiver.close()
     assert "refused" in caplog.text
     assert "FrameVersionError" in caplog.text
+
+
+@pytest.mark.parametrize("wire", ["compatible", "native"])
+def test_an_idle_batch_may_be_the_first_of_all(wire):
+    streamer = plugged(Setting("plain"), wire=wire)
+    streamer.stream([], False, idle=True)
+    stats = streamer.streamer.gpupack.stats.snapshot()
+    assert stats["verified"] == stats["steps"] == 1
+    assert stats["differences"] == 0
