@@ -27,7 +27,7 @@ class PeerMonitor:
         self._monitor.get(_EVENTS_OPTION)
 
     def lost(self) -> bool:
-        """Whether a peer that was connected has gone since the last call; takes half a microsecond.
+        """Whether a peer that was connected has gone since the last call; cheap where nothing has happened.
 
         A connection that ends before its handshake is none: zmq keeps the frames and tries again.
         """
