@@ -35,12 +35,14 @@ class SideMaker:
         self._weights = WeightSpans(streamer, engine)
         self._decode_server = streamer.disaggregation_mode.name == "DECODE"
 
-    def side(self, sending: Sending, opening: list[int]) -> tuple[SideRecord, list[int]]:
-        """The side record of rows, some of which open, and the rows whose input logprobs are in it.
+    def side(
+        self, sending: Sending, opening: list[int], reasons: dict[int, dict[str, Any]]
+    ) -> tuple[SideRecord, list[int]]:
+        """The side record of rows, with finish reasons by row, and the rows whose input logprobs are in it.
 
         WireError for what a reader would refuse.
         """
-        extras: Extras = {row: {"finish": reason_of(sending.reqs[row])} for row in sending.final}
+        extras: Extras = {row: {"finish": reason} for row, reason in reasons.items()}
         counts = self._counts(sending)
         self._add_counts(extras, counts, sending, opening)
         self._add_time_stats(extras, {*counts, *opening, *sending.final}, sending)
@@ -111,14 +113,6 @@ class SideMaker:
             reasoning_tokens=req.reasoning_tokens,
             **{name: settled[name] for name in _CARRIED},
         )
-
-
-def reason_of(req: Any) -> dict[str, Any]:
-    """The finish reason, its status code as a number."""
-    reason: dict[str, Any] = req.finished_reason.to_json()
-    if isinstance(reason.get("status_code"), int):
-        reason["status_code"] = int(reason["status_code"])
-    return reason
 
 
 def _add_input_logprobs(extras: Extras, reqs: list[Any], rows: list[int]) -> None:

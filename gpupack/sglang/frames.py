@@ -14,7 +14,7 @@ from gpupack.request import is_reason
 from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
 from gpupack.sglang.frame_items import logprob_items, spec_counters, token_items, with_hidden
-from gpupack.sglang.frame_side import SideMaker, reason_of
+from gpupack.sglang.frame_side import SideMaker
 from gpupack.sglang.roster import WANTED, Roster
 from gpupack.sglang.sending import Sending
 from gpupack.sglang.stream_state import StreamState
@@ -49,10 +49,10 @@ class FrameMaker:
     def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> bytearray:
         """The frame of rows of `cursors.advance`; CannotTravel, and nothing is noted, if it cannot carry them."""
         sending = Sending.of(batch, rows, final)
-        _check(sending)
+        reasons = _checked_reasons(sending)
         opening = self._state.opening_rows(sending)
         try:
-            side, fresh = self._side.side(sending, opening)
+            side, fresh = self._side.side(sending, opening, reasons)
             made = encode_frame(self._frame(sending, opening, side))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, WireError) as error:
             raise CannotTravel(f"values that a frame cannot carry ({type(error).__name__})") from None
@@ -123,12 +123,22 @@ class FrameMaker:
             raise CannotTravel("logprobs of tokens that went as a message")
 
 
-def _check(sending: Sending) -> None:
+def _checked_reasons(sending: Sending) -> dict[int, dict[str, Any]]:
+    """Finish reasons by row; CannotTravel if a frame cannot carry them, or something else of the batch."""
     for bit, name in enumerate(WANTED):
         if sending.batch.wanted >> bit & 1:
             raise CannotTravel(name.removeprefix("return_").replace("_", " "))
     if sending.customized:
         raise CannotTravel("customized info")
-    for row in sending.final:
-        if not is_reason(reason_of(sending.reqs[row])):
-            raise CannotTravel("a finish reason that a frame cannot carry")
+    reasons = {row: _reason_of(sending.reqs[row]) for row in sending.final}
+    if not all(map(is_reason, reasons.values())):
+        raise CannotTravel("a finish reason that a frame cannot carry")
+    return reasons
+
+
+def _reason_of(req: Any) -> dict[str, Any]:
+    """The finish reason, its status code as a number."""
+    reason: dict[str, Any] = req.finished_reason.to_json()
+    if isinstance(reason.get("status_code"), int):
+        reason["status_code"] = int(reason["status_code"])
+    return reason
