@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import table
 from configurations import Configuration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +38,7 @@ def python_of(version: str) -> Path:
 
 def golden(configuration: Configuration, folder: Path, *, plugged: bool, model: str = "tiny") -> Run:
     """The golden workload; with the plugin each message is compared with the engine's own at the streamer."""
-    name = "plugged" if plugged else "engine"
-    folder = folder / name
-    folder.mkdir(parents=True)
+    folder = folder / ("plugged" if plugged else "engine")
     out, stats = folder / "golden.json", folder / "stats.jsonl"
     python = python_of(configuration.version)
     environment = dict(configuration.environment)
@@ -56,11 +56,27 @@ def golden(configuration: Configuration, folder: Path, *, plugged: bool, model: 
     command += [word for item in environment.items() for word in ("--env", "=".join(item))]
     command += [word for skipped in configuration.skipped for word in ("--skip", skipped)]
     command += [str(out), "--", *configuration.arguments]
-    begun = time.monotonic()
-    done = run(command, folder)
-    seconds = time.monotonic() - begun
-    log = (folder / "server.log").read_text() if (folder / "server.log").exists() else ""
-    assert done.returncode == 0, done.stdout[-3000:] + log[-3000:]
+    return serve(command, folder, out, stats)
+
+
+def serve(command: list[str], folder: Path, out: Path, stats: Path, path: Path | None = None) -> Run:
+    """A run of a server in a new folder.
+
+    The tools ask for a free port long before the server binds it. Where another program took it meanwhile, the server
+    ends before any request; such a run is made once more, and the table says so.
+    """
+    for again in (False, True):
+        folder.mkdir(parents=True)
+        begun = time.monotonic()
+        done = run(command, folder, path)
+        seconds = time.monotonic() - begun
+        log = (folder / "server.log").read_text() if (folder / "server.log").exists() else ""
+        lost_port = done.returncode != 0 and "ddress already in use" in log and "POST /generate" not in log
+        if again or not lost_port:
+            break
+        table.lost_port(f"{folder.parent.name}, {folder.name}")
+        shutil.rmtree(folder)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\nThe server's log:\n{log[:6000]}\n...\n{log[-3000:]}"
     return Run(out, log, read_stats(stats), seconds)
 
 

@@ -17,6 +17,7 @@ HEAD = (
     "seconds",
 )
 _rows: list[tuple[str, ...]] = []
+_lost_ports: list[str] = []
 
 
 def add(name: str, requests: int, stats: dict[str, Any], differ: int, seconds: float) -> None:
@@ -27,12 +28,17 @@ def add(name: str, requests: int, stats: dict[str, Any], differ: int, seconds: f
     _rows.append((name, *map(str, numbers)))
 
 
+def lost_port(run: str) -> None:
+    """Add a run that was made again, since another program had taken its server's port."""
+    _lost_ports.append(f"made again, another program had taken the server's port: {run}")
+
+
 def lines() -> list[str]:
-    """The table, in Markdown."""
+    """The table, in Markdown, and runs made again."""
     if not _rows:
-        return []
+        return _lost_ports
     widths = [max(map(len, column)) for column in zip(HEAD, *_rows, strict=True)]
     rows = [HEAD, tuple("-" * width for width in widths), *_rows]
     return [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
+    ] + _lost_ports

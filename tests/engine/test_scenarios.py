@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import table
 from configurations import Configuration
-from engines import MODELS, TOOLS, Run, python_of, read_stats, run
+from engines import MODELS, TOOLS, python_of, serve
 from runs import Runs
 
 pytestmark = pytest.mark.skipif(os.environ.get("GPUPACK_ENGINE", "") != "full", reason="make test-engine-full")
@@ -39,16 +38,11 @@ BOTH_WIRES = [
 
 def scenario(name, model, configuration, folder, *, plugged):
     """One run; its `out` has the answers."""
-    folder.mkdir(parents=True)
     stats, out = folder / "stats.jsonl", folder / "answers.json"
     settings = ["GPUPACK_SGLANG=1", "GPUPACK_VERIFY=1", f"GPUPACK_WIRE={configuration.wire}", f"GPUPACK_STATS={stats}"]
     command = [str(python_of(configuration.version)), str(Path(__file__).with_name("scenarios.py")), name, str(out)]
     command += [str(MODELS / model), "gpupack" if plugged else "none", *(settings if plugged else [])]
-    begun = time.monotonic()
-    done = run([*command, "--", *configuration.arguments], folder, path=TOOLS)
-    log = (folder / "server.log").read_text()
-    assert done.returncode == 0, done.stdout[-2000:] + log[-2000:]
-    return Run(out, log, read_stats(stats), time.monotonic() - begun)
+    return serve([*command, "--", *configuration.arguments], folder, out, stats, path=TOOLS)
 
 
 @pytest.fixture(scope="module")
