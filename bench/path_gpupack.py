@@ -19,8 +19,8 @@ from gpupack.control import Control
 from gpupack.packer import Packer
 from gpupack.request import NO_LIMIT, Request
 from gpupack.streamer import OutputStreamer
-from gpupack.transport.receiver import OutputReceiver
 from gpupack.transport.sender import OutputSender
+from gpupack.transport.stream_reader import StreamReader
 from gpupack.wire.codec import decode
 
 VERSION_OF = "gpupack"
@@ -107,7 +107,7 @@ class SchedulerPath:
 
 
 class ReceiverPath:
-    """What `OutputReceiver.recv` does, on a socket whose messages can be waited for outside of the clock."""
+    """What `OutputReceiver.recv` does with a frame, on a socket that can be waited for outside of the clock."""
 
     stages = ("views", "deltas")
 
@@ -115,13 +115,13 @@ class ReceiverPath:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.PULL)
         self.socket.bind(endpoint)
-        self.receiver = OutputReceiver("inproc://not-used")
+        self.reader = StreamReader()
         self.deltas: list[Any] = []
 
     def receive(self) -> tuple[int, ...]:
         """Take a message that is there: a frame that passed all checks, then the deltas; ns from the start."""
         start = perf_counter_ns()
-        step = self.receiver.take(decode(self.socket.recv(copy=False).buffer, known=self.receiver.known_rows))
+        step = self.reader.take(decode(self.socket.recv(copy=False).buffer, known=self.reader.known_rows))
         viewed = perf_counter_ns()
         self.deltas = step.deltas()
         return viewed - start, perf_counter_ns() - start
@@ -146,6 +146,5 @@ class ReceiverPath:
 
     def close(self) -> None:
         """End it."""
-        self.receiver.close()
         self.socket.close(0)
         self.context.term()

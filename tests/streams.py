@@ -12,7 +12,7 @@ from frames import Row, Step, frame_of
 
 from gpupack import layout as L
 from gpupack.errors import WireError
-from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_reader import StreamReader
 from gpupack.transport.stream_table import StreamTable
 from gpupack.wire.frame import Frame
 from gpupack.wire.side import OpeningRecord, SideRecord
@@ -50,7 +50,7 @@ def opening(
     return Row(slot, generation, tokens, record.tokens_before + len(tokens), L.ROW_OPENING), record
 
 
-def snapshot(receiver: OutputReceiver) -> Any:
+def snapshot(receiver: StreamReader) -> Any:
     """Everything that a frame could change, but for streams that were given up."""
 
     def state(table: StreamTable) -> dict[str, Any]:
@@ -64,13 +64,13 @@ def snapshot(receiver: OutputReceiver) -> Any:
     return {rank: state(table) for rank, table in receiver._tables.items()}
 
 
-def begin(receiver: OutputReceiver, stream: Stream, slot: int = 3, rid: str = "a", tokens: int = 2) -> None:
+def begin(receiver: StreamReader, stream: Stream, slot: int = 3, rid: str = "a", tokens: int = 2) -> None:
     """Open a request on a stream."""
     row, record = opening(slot, list(range(tokens)), rid)
     assert receiver.take(stream.frame(row, **{rid: record})).deltas()[0].rid == rid
 
 
-def refuse(receiver: OutputReceiver, frame: Frame, error: type[WireError], match: str) -> None:
+def refuse(receiver: StreamReader, frame: Frame, error: type[WireError], match: str) -> None:
     """The frame raises, and changes nothing."""
     before = snapshot(receiver)
     with pytest.raises(error, match=match):

@@ -7,7 +7,7 @@ from streams import FINAL, Stream, opening
 
 from gpupack import layout as L
 from gpupack.demo.receive import DigestSink, content_digest, take_in
-from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_reader import StreamReader
 
 
 def test_a_dropped_request_has_no_digest_and_leaves_nothing():
@@ -18,8 +18,8 @@ def test_a_dropped_request_has_no_digest_and_leaves_nothing():
         stream.frame(first, second, a=record, b=other),
         stream.frame(Row(1, 1, [3], 2, flags=FINAL, code=L.FINISH_LENGTH, match=2), dropped=[1 << L.SLOT_BITS]),
     ]
-    with OutputReceiver("inproc://test-demo-receive") as receiver:
-        rows = [take_in(receiver.take(frame), sink) for frame in frames]
+    reader = StreamReader()
+    rows = [take_in(reader.take(frame), sink) for frame in frames]
     assert rows == [2, 1]
     assert sink.digests == {"b": content_digest([2, 3], [], {"type": "length", "length": 2})}
     assert len(sink) == 0

@@ -24,7 +24,7 @@ from gpupack import layout as L
 from gpupack.detokenizer import Detokenizer, TextDelta
 from gpupack.errors import DetokenizerError
 from gpupack.text_stream import TextStream
-from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_reader import StreamReader
 
 UNKNOWN_ID = 2_000_000_000  # of no token anywhere: decoding drops it
 TEXTS = [
@@ -403,13 +403,13 @@ def test_detokenizer_forgets_dropped_requests_and_keeps_retracted_ones(smollm2: 
     ]
     row, again = record(2, ids[-1:], "b", tokens_before=len(ids) - 1, resumed=True)
     frames.append(stream.frame(row, b=again))
-    with OutputReceiver("inproc://test-detokenizer") as receiver:
-        for frame, requests in zip(frames, (2, 1, 1), strict=True):
-            step = receiver.take(frame)
-            text += "".join(out.text for out in map(detokenizer.push, step.deltas()) if out.rid == "b")
-            for rid in step.dropped:
-                detokenizer.drop(rid)
-            assert len(detokenizer) == requests
+    reader = StreamReader()
+    for frame, requests in zip(frames, (2, 1, 1), strict=True):
+        step = reader.take(frame)
+        text += "".join(out.text for out in map(detokenizer.push, step.deltas()) if out.rid == "b")
+        for rid in step.dropped:
+            detokenizer.drop(rid)
+        assert len(detokenizer) == requests
     assert text == " resumed 你"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import zmq
 from frames import Row, Step, frame_of, same_frame
@@ -13,15 +11,15 @@ from streams import FINAL, WAIT_MS, Stream, begin, opening, refuse, snapshot
 from gpupack import layout as L
 from gpupack.errors import FrameValueError, WireError
 from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_reader import StreamReader
 from gpupack.wire.codec import decode, encode_frame
 from gpupack.wire.frame import stamp
 
 
 @pytest.fixture
-def receiver(tmp_path) -> Iterator[OutputReceiver]:
-    """A receiver; most tests hand it frames without a socket."""
-    with OutputReceiver(f"ipc://{tmp_path}/output", max_slots=256) as made:
-        yield made
+def receiver() -> StreamReader:
+    """What a receiver does with frames."""
+    return StreamReader(max_slots=256)
 
 
 def test_slots_are_bounded_over_all_ranks(receiver):
@@ -70,9 +68,13 @@ def test_every_flipped_bit_of_a_frame_in_mid_stream_leaves_the_table_or_is_refus
         read(bytes(data[:-1]), 1 << 20)
 
 
-def test_bytes_from_a_socket_that_are_no_frames(receiver):
+def test_bytes_from_a_socket_that_are_no_frames(tmp_path):
     """A refused message is one error at one `recv`; the frames of others come through."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+    with (
+        OutputReceiver(f"ipc://{tmp_path}/output") as receiver,
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as push,
+    ):
         push.linger = 0
         push.sndtimeo = WAIT_MS
         push.connect(receiver.endpoint)

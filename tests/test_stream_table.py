@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from frames import Row, Step, frame_of
 from streams import FINAL, Stream, begin, opening, refuse
 
 from gpupack import layout as L
 from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
-from gpupack.transport.receiver import OutputReceiver, ReceivedStep
+from gpupack.transport.received import ReceivedStep
+from gpupack.transport.stream_reader import StreamReader
 from gpupack.wire.codec import decode, encode_frame
 from gpupack.wire.frame import Frame, stamp
 
 
 @pytest.fixture
-def receiver(tmp_path) -> Iterator[OutputReceiver]:
-    """A receiver; most tests hand it frames without a socket."""
-    with OutputReceiver(f"ipc://{tmp_path}/output", max_slots=256) as made:
-        yield made
+def receiver() -> StreamReader:
+    """What a receiver does with frames."""
+    return StreamReader(max_slots=256)
 
 
 # --- What gives a stream up -----------------------------------------------------------------------
@@ -356,7 +354,7 @@ def test_ranks_have_tables_of_their_own(receiver):
 # --- The same rows, frame after frame -------------------------------------------------------------
 
 
-def take(receiver: OutputReceiver, frame: Frame) -> ReceivedStep:
+def take(receiver: StreamReader, frame: Frame) -> ReceivedStep:
     """Take a frame in as bytes, as `recv` does: its rows may be those of the frame before."""
     data = encode_frame(frame)
     stamp(data, frame.stream_id, frame.frame_no)
@@ -396,10 +394,10 @@ def test_the_same_rows_of_another_rank_are_its_own(receiver):
             assert take(receiver, stream.frame(Row(1, 1, [9], length))).deltas()[0].rid == rid
 
 
-def test_what_is_lost_is_bounded_whatever_the_frames_say(tmp_path):
-    with OutputReceiver(f"ipc://{tmp_path}/small", max_slots=4) as receiver:
-        stream = Stream()
-        for number in range(60):
-            row, record = opening(1, [7], f"r{number}", generation=number + 1, tokens_before=5, resumed=True)
-            receiver.take(stream.frame(row, **{record.rid: record}, ended=[(number + 1) << 32 | 1]))
-        assert len(receiver.lost()) <= 4
+def test_what_is_lost_is_bounded_whatever_the_frames_say():
+    receiver = StreamReader(max_slots=4)
+    stream = Stream()
+    for number in range(60):
+        row, record = opening(1, [7], f"r{number}", generation=number + 1, tokens_before=5, resumed=True)
+        receiver.take(stream.frame(row, **{record.rid: record}, ended=[(number + 1) << 32 | 1]))
+    assert len(receiver.lost()) <= 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -15,7 +14,7 @@ from gpupack.columns import OutputColumns
 from gpupack.errors import WireError
 from gpupack.sglang.frames import NO_RANK
 from gpupack.sglang.payload import Payloads
-from gpupack.transport.receiver import OutputReceiver
+from gpupack.transport.stream_reader import StreamReader
 from gpupack.wire.codec import decode
 from gpupack.wire.frame import MAGIC
 
@@ -46,11 +45,11 @@ class Intake(zmq.Socket[bytes]):
 class NativeReceiver:
     """Takes what comes in on the detokenizer's socket: frames are expanded, all else is the engine's.
 
-    The frames are verified and continued by an `OutputReceiver`; its own socket stays unused.
+    The frames are verified and continued by a `StreamReader`.
     """
 
     def __init__(self) -> None:
-        self._receiver = OutputReceiver(f"inproc://gpupack-{os.getpid()}-{id(self)}")
+        self._reader = StreamReader()
         self._payloads = _Payloads()
         self._intakes: dict[int, Intake] = {}
 
@@ -69,7 +68,7 @@ class NativeReceiver:
 
     def expand(self, data: bytes) -> Any:
         """The message of a frame; None for one that only ends handles. WireError for one that is refused."""
-        step = self._receiver.take(decode(data))
+        step = self._reader.take(decode(data))
         if not step.frame.rows and not step.frame.idle:
             return None
         columns = OutputColumns.of(step)
@@ -92,10 +91,6 @@ class NativeReceiver:
                 type(error).__name__, error,
             )  # fmt: skip
             raise
-
-    def close(self) -> None:
-        """Close the receiver."""
-        self._receiver.close()
 
 
 class _Payloads(Payloads):

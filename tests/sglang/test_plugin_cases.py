@@ -96,7 +96,6 @@ def test_a_frame_that_is_refused_says_why(caplog):
         receiver = NativeReceiver()
         with pytest.raises(WireError):
             receiver.receive(io_struct.sock_recv, pull)
-        receiver.close()
     assert "refused" in caplog.text
     assert "FrameVersionError" in caplog.text
 
