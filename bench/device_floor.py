@@ -12,6 +12,7 @@ from device_place import Place
 from gpupack.kernels.pack import pack_kernel
 
 from gpupack import layout as L
+from gpupack.device.graphs import PackGraph
 from gpupack.packer import Packer
 
 Sample = dict[str, float]  # clock: nanoseconds
@@ -30,7 +31,7 @@ class Calls:
         calls: dict[str, Callable[[], Any]] = {"JIT call": lambda: backend.enqueue(self.batch)}
         if self.place.cuda:
             calls["pre-bound call"] = bound_launch(backend, self.batch)
-            calls["graph replay"] = self.packer.capture(self.batch)._graph.replay
+            calls["graph replay"] = PackGraph(self.packer, self.batch)._graph.replay
         return {name: lambda call=call: self._timed(call, handles, inputs) for name, call in calls.items()}
 
     def _timed(self, call: Callable[[], Any], handles: Any, inputs: dict[str, Any]) -> Sample:

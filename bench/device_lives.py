@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig, Transfer
+from gpupack.device.graphs import PackGraph
 from gpupack.packer import Packer
 from gpupack.request import Request
 from gpupack.ticket import Ticket
@@ -103,7 +104,7 @@ class Life:
         self.packer = Packer(config, stream=place.stream() if case.named_stream else None)
         self.backend: Any = self.packer.backend
         self.reference: Reference = CpuReference(config) if place.numba else OracleReference(config)
-        self.graph = self.packer.capture() if place.cuda else None
+        self.graph = PackGraph(self.packer) if place.cuda else None
         self.draws = Draws(config, seed)
         self.requests: dict[int, Request] = {}
         self.in_flight: list[tuple[Any, Ticket]] = []

@@ -15,6 +15,7 @@ from device_reference import MismatchError, expect
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig, Wait
+from gpupack.device.graphs import PackGraph
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
 from gpupack.request import Request
@@ -69,7 +70,7 @@ class Soak:
         self.device = {name: place.tensor(array) for name, array in self.host.items()}
         self.inputs = {name: array[0].clone() for name, array in self.device.items()}  # written before each step
         self.on_device = place.tensor(self.handles) if place.cuda else self.handles
-        self.graph = self.packer.capture() if place.cuda else None
+        self.graph = PackGraph(self.packer) if place.cuda else None
         self.early_ready = 0
         self._in_flight: list[tuple[int, Any]] = []
 

@@ -11,6 +11,7 @@ from device_reference import MismatchError, expect
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
+from gpupack.device.graphs import PackGraph
 from gpupack.embeddings import BITS, ITEM_BYTES, EmbeddingGather
 from gpupack.packer import Packer
 from gpupack.request import Request
@@ -98,7 +99,7 @@ class SteadyLife:
             for k, dtype in ((2, np.int32), (2, np.int64), (5, np.int64))
         ]
         self.on_device = place.tensor(self.handles)
-        self.graph = self.packer.capture() if place.cuda else None
+        self.graph = PackGraph(self.packer) if place.cuda else None
         self._in_flight: list[tuple[Any, Any, Any]] = []
 
     def step(self, number: int) -> None:

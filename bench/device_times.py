@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from rows import quantiles
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
+from gpupack.device.graphs import PackGraph
 from gpupack.packer import Packer
 from gpupack.request import Request
 
@@ -136,7 +138,7 @@ class Workload:
         for name, packer in self.packers.items():
             variants[f"step, {name}"] = lambda step=packer.step: visible(lambda: step(handles, **inputs))
         mapped = self.packers["mapped"]
-        launched = mapped.capture(batch).step if place.cuda else lambda *a, **given: _around(mapped, batch, *a, **given)
+        launched = PackGraph(mapped, batch).step if place.cuda else partial(_around, mapped, batch)
         variants["step by graph"] = lambda: visible(lambda: launched(at_home, **inputs))
         if batch == 256 or not place.cuda:
             variants |= Calls(place, mapped, batch).variants(at_home, inputs)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gpupack import layout as L
 from gpupack.config import PackerConfig
+from gpupack.device.host_runtime import make_runtime
 from gpupack.device.places import ArenaPlaces
-from gpupack.device.ring import LaunchRing, RingBuffer
-from gpupack.device.runtime import DeviceRuntime, make_runtime
+from gpupack.device.ring import LaunchRing
+from gpupack.device.runtime import DeviceRuntime
 from gpupack.device.step import DeviceStep, sections
 from gpupack.device.words import LaunchWriter
 from gpupack.errors import InputError, StepFailedError
@@ -122,7 +123,10 @@ class TritonBackend:
         self._launch = number
         layout = L.packed_layout(self._batch, self._shape)
         with_logprobs = self.config.logprobs and bool(mode & L.MODE_LOGPROBS)
-        self._prepared = DeviceStep(self, buffer, self._launch, layout, with_logprobs)
+        self._prepared = DeviceStep(
+            self.runtime, self.ring, buffer, self._launch, layout,
+            logprobs=with_logprobs, spec_width=self.config.spec_width,
+        )  # fmt: skip
 
     def enqueue(self, batch_capacity: int) -> None:
         """Launch for batches of up to `batch_capacity` rows; all that it uses has fixed addresses."""
@@ -143,10 +147,6 @@ class TritonBackend:
         """Wait for what was enqueued: the memory that it writes must not be somebody else's by then."""
         with suppress(RuntimeError):  # the device failed, nothing runs there any more
             self.runtime.record().synchronize()
-
-    def fetch(self, buffer: RingBuffer, start: int, end: int) -> None:
-        """Copy words [start, end) of a packed step that was written to the host; blocks."""
-        self.runtime.fetch(buffer.out_tensor[start:end], self.ring.device_out(buffer)[start:end])
 
     def _copy_expected(self, step: DeviceStep) -> dict[int, int]:
         """Copy what fills if every row sends its run and no more: what was copied, by section."""

@@ -148,7 +148,7 @@ class EmbeddingGather:
         if device not in get_args(Device):
             raise ConfigError(f"device: expected one of {get_args(Device)}, got {device!r}")
         if runtime is None and device != "cpu":
-            from gpupack.device.runtime import make_runtime
+            from gpupack.device.host_runtime import make_runtime
 
             runtime = make_runtime(device)
         self.width, self.dtype, self.max_batch = width, dtype, max_batch

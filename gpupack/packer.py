@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from gpupack.retraction import where_it_stands
 from gpupack.slots import SlotTable
 from gpupack.state import check_admission, state_rows
 from gpupack.ticket import Ticket
-
-if TYPE_CHECKING:
-    from gpupack.device.graphs import PackGraph
 
 T = TypeVar("T")
 
@@ -115,8 +112,9 @@ class Packer:
         if self._prepared is not None:  # its launch may have sent rows that nobody could find
             raise InputError("retract: expected commit_launch() after prepare_launch() first, got retract()")
         slot = int(self.slots.slots_of(np.array([handle], np.int64))[0])
+        launched = [ticket.launched for ticket in self._in_flight]
         try:
-            resume = where_it_stands(self.backend, self._in_flight, slot, handle, output_len)
+            resume = where_it_stands(self.backend, launched, slot, handle, output_len)
         except StepFailedError:
             self.close()
             raise
@@ -230,7 +228,7 @@ class Packer:
         of the packer's other work: to be in an engine's graph, a packer has no stream of its own.
         """
         self._check_open()
-        self.backend.enqueue(self._capacity(batch_capacity))
+        self.backend.enqueue(self.launch_capacity(batch_capacity))
 
     def commit_launch(self) -> Ticket:
         """The ticket of the launch that was prepared and enqueued; records its event right behind it."""
@@ -240,14 +238,7 @@ class Packer:
         ticket, self._prepared = self._prepared, None
         return self._launched(ticket, self.guarded(self.backend.commit))
 
-    def capture(self, batch_capacity: int | None = None) -> PackGraph:
-        """A CUDA graph of one launch for batches of up to `batch_capacity` rows; ConfigError without CUDA."""
-        self._check_open()
-        from gpupack.device.graphs import PackGraph
-
-        return PackGraph(self, self._capacity(batch_capacity))
-
-    def _capacity(self, rows: int | None) -> int:
+    def launch_capacity(self, rows: int | None) -> int:
         """Rows that a launch is made for: `rows`, if there can be as many, or all."""
         most = self.config.batch_capacity
         if rows is not None and not 1 <= rows <= most:
@@ -292,7 +283,7 @@ class Packer:
             raise StepFailedError(f"step: the launch failed, the packer is closed: {error}") from error
 
     def _ticket(self, handles: Any, control: Control | None, mode: int) -> Ticket:
-        ticket = Ticket(self, control, mode)
+        ticket = Ticket(self.take_in, control, mode, self.endings)
         if self.keep_handles and str(getattr(handles, "device", "cpu")) == "cpu":
             ticket.handles = np.array(handles, np.int64)
         return ticket

@@ -8,18 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.backend import Backend
+from gpupack.backend import Backend, Launched
 from gpupack.errors import InputError
 from gpupack.packed import PackedStep
 from gpupack.request import Resume
 from gpupack.state import family_width
-from gpupack.ticket import Ticket
 
 Rows = list[tuple[PackedStep, int]]  # packed steps and the row of one request in each
 
 
 def where_it_stands(
-    backend: Backend, in_flight: Sequence[Ticket], slot: int, handle: int, output_len: int | None
+    backend: Backend, in_flight: Sequence[Launched], slot: int, handle: int, output_len: int | None
 ) -> Resume:
     """The Resume of a live handle, see `Packer.retract`; nothing is changed. Waits for the steps in flight."""
     state = backend.state_row(slot)
@@ -60,9 +59,9 @@ def _before_finish(state: NDArray[np.int32]) -> int:
     return max(int(state[L.FINISHED_LEN]) - (code != L.FINISH_INVALID_TOKEN), 0)
 
 
-def _rows_in_flight(in_flight: Sequence[Ticket], handle: int) -> Rows:
+def _rows_in_flight(in_flight: Sequence[Launched], handle: int) -> Rows:
     """The rows of this handle that were launched and not taken in, in order."""
-    steps = [ticket.launched.result() for ticket in in_flight]
+    steps = [launched.result() for launched in in_flight]
     return [(packed, int(row)) for packed in steps for row in np.flatnonzero(packed.handles == handle)]
 
 

@@ -15,6 +15,7 @@ from test_lives import POISON, Harness, Play, check_guards, counters_of, expecte
 
 from gpupack.backend_triton import TritonBackend
 from gpupack.config import PackerConfig
+from gpupack.device.graphs import PackGraph
 from gpupack.errors import BufferBusyError, ClosedError, InputError, ReleasedError
 from gpupack.packed import PackedStep
 from gpupack.packer import Packer
@@ -39,7 +40,7 @@ class DeviceLife(Play):
         self.places: list[Any] = [None] * self.config.buffers  # of the ring: who has them, as the test knows
         self.launches = 0
         self.held: list[tuple[PackedStep, Any]] = []  # taken in, not released: the step, a copy
-        self.graphs = [self.packer.capture(size) for size in (self.config.batch_capacity, BLOCK)]
+        self.graphs = [PackGraph(self.packer, size) for size in (self.config.batch_capacity, BLOCK)]
         self.over = False
         self.admit_some()
 

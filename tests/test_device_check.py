@@ -117,7 +117,7 @@ WRONG = (
     + """
 import device_lives, device_soak
 from gpupack import layout as L
-from gpupack.device.runtime import InterpreterRuntime
+from gpupack.device.host_runtime import InterpreterRuntime
 right = InterpreterRuntime.launch
 
 def wrong(self, kernel, programs, arguments, *others):

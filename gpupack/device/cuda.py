@@ -1,4 +1,4 @@
-"""CUDA (or HIP) behind the interface of `device.py`."""
+"""CUDA (or HIP) behind the interface of `runtime.py`."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class LaunchRing:
     """
 
     def __init__(self, runtime: DeviceRuntime, config: PackerConfig) -> None:
+        self._runtime = runtime
         self._timeout_s = config.ring_timeout_s
         size = config.buffers
         self.control_words, self.out_words = ring_words(config)
@@ -77,6 +78,10 @@ class LaunchRing:
         with self._given_back:
             buffer.busy = False
             self._given_back.notify_all()
+
+    def fetch(self, buffer: RingBuffer, start: int, end: int) -> None:
+        """Copy words [start, end) of a packed step that was written to the host; blocks."""
+        self._runtime.fetch(buffer.out_tensor[start:end], self.device_out(buffer)[start:end])
 
     def device_out(self, buffer: RingBuffer) -> torch.Tensor:
         """Where the kernel writes the packed step of a buffer, int32 words."""

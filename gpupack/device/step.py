@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
-from gpupack.device.ring import RingBuffer
-from gpupack.device.runtime import Event
+from gpupack.device.ring import LaunchRing, RingBuffer
+from gpupack.device.runtime import DeviceRuntime, Event
 from gpupack.errors import StepFailedError
 from gpupack.packed import PackedStep
-
-if TYPE_CHECKING:
-    from gpupack.backend_triton import TritonBackend
 
 _CAUSES = {
     L.ERROR_INPUT: "accept_lens, other lens or a length in control out of range, or too few logprobs for a request "
     "that asked",
     L.ERROR_NUMBER: "a launch ran without prepare_launch() before it",
-    L.ERROR_BATCH: "more rows than the launch was made for, see enqueue() and capture()",
+    L.ERROR_BATCH: "more rows than the launch was made for, see enqueue() and PackGraph",
 }
 
 
 class DeviceStep:
     """A launch in flight: its buffer, its event, and what of the buffer has been copied ("copy" only).
 
-    `number` is the launch number that its header must carry.
+    `number` is the launch number that its header must carry, `spec_width` the speculative counters of a row.
     """
 
     def __init__(
-        self, backend: TritonBackend, buffer: RingBuffer, number: int, layout: L.PackedLayout, logprobs: bool
+        self,
+        runtime: DeviceRuntime,
+        ring: LaunchRing,
+        buffer: RingBuffer,
+        number: int,
+        layout: L.PackedLayout,
+        *,
+        logprobs: bool,
+        spec_width: int,
     ) -> None:
         self.buffer = buffer
         self.number = number
         self.layout = layout
-        self._backend = backend
+        self._runtime, self._ring = runtime, ring
+        self._spec_width = spec_width
         self._with_logprobs = logprobs
         self._event: Event | None = None
         self._copied: dict[int, int] = {}  # first word of a section: words that were copied from there
@@ -70,13 +75,12 @@ class DeviceStep:
                     f"step {self.number}: the kernel reported launch {launch}, error {error} ({cause})"
                 )
             self._fetch_rest(words)
-            config = self._backend.config
             logprobs = self._with_logprobs or bool(words[L.H_LOGPROBS])
-            self._packed = PackedStep(words, self.layout, logprobs, self._release, spec_width=config.spec_width)
+            self._packed = PackedStep(words, self.layout, logprobs, self._release, spec_width=self._spec_width)
         return self._packed
 
     def _wait(self, call: Callable[[], None]) -> None:
-        with self._backend.runtime.span("wait"):
+        with self._runtime.span("wait"):
             try:
                 call()
             except RuntimeError as error:  # what the device reports of this launch or an earlier one
@@ -88,10 +92,10 @@ class DeviceStep:
         for start, used in sections(self.layout, tokens, logprobs, families):
             done = self._copied.get(start, used)
             if used > done:
-                self._wait(partial(self._backend.fetch, self.buffer, start + done, start + used))
+                self._wait(partial(self._ring.fetch, self.buffer, start + done, start + used))
 
     def _release(self, _: NDArray[np.int32]) -> None:
-        self._backend.ring.give_back(self.buffer)
+        self._ring.give_back(self.buffer)
 
 
 def sections(layout: L.PackedLayout, tokens: int, logprobs: int, families: int) -> list[tuple[int, int]]:

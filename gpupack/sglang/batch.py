@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
 from gpupack.sglang.roster import Roster
-
-if TYPE_CHECKING:
-    from gpupack.sglang.device_backlog import PackedItems
 
 _NONE8 = np.empty(0, np.uint8)
 
@@ -42,18 +39,15 @@ class Batch:
         Row of the request to leave alone, or -1.
     wanted
         Bits of `roster.WANTED` that a request of the batch asked for, the skipped one aside.
-    packed
-        Token ids and logprobs of the rows that send, where the device backend has them; None: the requests' lists have.
     """
 
     __slots__ = (
-        "ends", "facts", "final", "group", "ids", "lens", "odd", "packed", "reqs", "retracted", "return_logprob",
+        "ends", "facts", "final", "group", "ids", "lens", "odd", "reqs", "retracted", "return_logprob",
         "skipped", "slots", "wanted",
     )  # fmt: skip
 
     def __init__(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, roster: Roster) -> None:
         self.reqs = reqs
-        self.packed: PackedItems | None = None
         self.return_logprob = return_logprob
         self.group = roster.group_of(reqs)
         self.slots = self.group.slots

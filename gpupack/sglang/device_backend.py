@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from gpupack.packer import Packer
 from gpupack.sglang.batch import Batch
-from gpupack.sglang.device_backlog import Backlog, PackedItems
+from gpupack.sglang.columns import PackedItems
+from gpupack.sglang.device_backlog import Backlog
 from gpupack.sglang.device_config import IN_FLIGHT, config_of, why_not_here
 from gpupack.sglang.device_handles import NotPacked, PoolHandles
 from gpupack.sglang.device_tensors import step_inputs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +10,7 @@ from gpupack.packed import PackedStep
 from gpupack.sglang import cursors as C
 from gpupack.sglang import device_loops as loops
 from gpupack.sglang.batch import Batch
-from gpupack.sglang.frame_items import Items, Scores
+from gpupack.sglang.columns import Items, PackedItems, Scores
 from gpupack.sglang.group import Group
 from gpupack.sglang.roster import Roster
 
@@ -20,18 +18,6 @@ WINDOW = 256  # unsent tokens of a request that are kept
 RECORD_WINDOW = 64  # the same for one that asked for top logprobs
 _NOTHING = np.empty(0, np.int32)
 _NO_RUNS = (_NOTHING, *[np.zeros(1, np.int32)] * 3, *[_NOTHING] * 3)
-
-
-class PackedItems(NamedTuple):
-    """Items of the rows of a step.
-
-    `score_ids` int32 are the tokens of the logprobs; `widths` int32 `[rows]` top logprobs a position.
-    """
-
-    tokens: Items
-    scores: Scores
-    score_ids: NDArray[np.int32]
-    widths: NDArray[np.int32]
 
 
 class Backlog:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from gpupack.sglang.device_backlog import PackedItems
-    from gpupack.sglang.frame_items import Items
+from gpupack.sglang.columns import Items, PackedItems
 
 
 def token_lists(tokens: Items) -> list[Any]:

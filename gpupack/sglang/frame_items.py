@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack import layout as L
 from gpupack.sglang import cursors as C
+from gpupack.sglang.columns import Int32, Items, Scores
 from gpupack.sglang.sending import Sending
 from gpupack.sglang.usual_scores import UsualScores, usual_scores
-
-Int32 = NDArray[np.int32]
-
-
-class Items(NamedTuple):
-    """Offsets int32 `[rows + 1]`, and the items of all rows, joined."""
-
-    indptr: Int32
-    items: Int32
-
-
-class Scores(NamedTuple):
-    """Logprobs of rows, and the records of those that have top or token-ids logprobs; None without any."""
-
-    indptr: Int32
-    logprobs: NDArray[np.float32]
-    families_indptr: Int32 | None
-    families: Int32 | None
 
 
 def token_items(sending: Sending) -> Items:
     """What each row has of its output ids. OverflowError for an id that does not fit into 32 bits."""
     batch, rows, ids = sending.batch, sending.rows, sending.ids
-    if batch.packed is not None:
-        return batch.packed.tokens
+    if sending.packed is not None:
+        return sending.packed.tokens
     if batch.facts[C.USUAL]:
         return Items(np.arange(len(ids) + 1, dtype=np.int32), np.array([one[-1] for one in ids], np.int32))
     begins, ends = rows[C.TOKEN_BEGIN], rows[C.TOKEN_END]
@@ -53,8 +36,8 @@ def logprob_items(sending: Sending, widths: Int32) -> Scores:
 
     `widths` int32 `[rows, 2]`: top and token-ids logprobs a position that each request asked for.
     """
-    if sending.batch.packed is not None:
-        return sending.batch.packed.scores
+    if sending.packed is not None:
+        return sending.packed.scores
     usual = usual_scores(sending)
     if usual is not None:
         return _usual(usual)

@@ -12,7 +12,6 @@ from gpupack import layout as L
 from gpupack.errors import WireError
 from gpupack.request import is_reason
 from gpupack.sglang import cursors as C
-from gpupack.sglang.batch import Batch
 from gpupack.sglang.frame_items import logprob_items, spec_counters, token_items, with_hidden
 from gpupack.sglang.frame_side import SideMaker
 from gpupack.sglang.roster import WANTED, Roster
@@ -46,9 +45,8 @@ class FrameMaker:
         self._spec = not streamer.spec_algorithm.is_none()
         self._step = 0
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> bytearray:
-        """The frame of rows of `cursors.advance`; CannotTravel, and nothing is noted, if it cannot carry them."""
-        sending = Sending.of(batch, rows, final)
+    def make(self, sending: Sending) -> bytearray:
+        """The frame of the rows; CannotTravel, and nothing is noted, if it cannot carry them."""
         reasons = _checked_reasons(sending)
         opening = self._state.opening_rows(sending)
         try:

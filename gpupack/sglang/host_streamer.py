@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from gpupack.errors import ConfigError
 from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
+from gpupack.sglang.columns import PackedItems
 from gpupack.sglang.counting_socket import CountingSocket
 from gpupack.sglang.coverage import why_engine_uncovered
 from gpupack.sglang.frames import FrameMaker
 from gpupack.sglang.outlets import MessageOutlet, NativeOutlet, Outlet, message_maker, why_no_frames
 from gpupack.sglang.roster import Roster
+from gpupack.sglang.sending import Sending
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.shadow import Shadow
 from gpupack.sglang.stats import Stats
@@ -103,11 +105,10 @@ class HostStreamer:
         batch = Batch(reqs, return_logprob, skip_req, self.roster)
         rows = self._decide(batch)
         batch.mark_final()
-        if self.device is not None:
-            batch.packed = self.device.items(batch, rows)
+        packed_items = None if self.device is None else self.device.items(batch, rows)
         made = None
         if rows.shape[1] or is_idle_batch:
-            made = self._make(batch, rows)
+            made = self._make(batch, rows, packed_items)
         packed = time.thread_time_ns()
         if self._shadow is not None:
             self.stats.verified += 1
@@ -164,14 +165,14 @@ class HostStreamer:
         )  # fmt: skip
         return rows[:, :sent]
 
-    def _make(self, batch: Batch, rows: NDArray[np.int32]) -> Any:
+    def _make(self, batch: Batch, rows: NDArray[np.int32], packed: PackedItems | None) -> Any:
         assert self._outlet is not None
         final: list[int] = []
         if batch.final:
             final = np.searchsorted(rows[C.BATCH_INDEX], batch.final).tolist()
             for i in batch.final:
                 self._streamer._maybe_log_time_stats(req=batch.reqs[i])
-        return self._outlet.make(batch, rows, final)
+        return self._outlet.make(Sending.of(batch, rows, final, packed))
 
 
 def _backend_of(streamer: Any, settings: Settings) -> str:

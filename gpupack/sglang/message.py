@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
-from gpupack.sglang.batch import Batch
 from gpupack.sglang.device_lists import logprob_lists, token_lists
 from gpupack.sglang.payload import Payloads
 from gpupack.sglang.roster import KEPT, STATIC, Roster
@@ -61,13 +60,12 @@ class MessageMaker:
         self._weights = WeightSpans(streamer, engine)
         self._rows_kept: tuple[bytes, list[list[Any]]] = (b"", [[] for _ in KEPT])
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
-        """The message of rows, int32 `[ROW_WIDTH, rows]` of `cursors.advance`; `final` are those that are last."""
-        sending = Sending.of(batch, rows, final)
+    def make(self, sending: Sending) -> Any:
+        """The message of the rows."""
         columns = dict(zip(KEPT, self.kept(sending), strict=True))
         columns["output_ids"], columns["decode_ids"] = self.ids(sending)
         columns.update(self.others(sending, columns["output_ids"]))
-        if batch.return_logprob:
+        if sending.batch.return_logprob:
             columns.update(self.input_logprobs(sending))
             columns.update(output_logprobs(sending))
         columns["time_stats"] = self._wrap(columns["time_stats"])
@@ -112,7 +110,7 @@ class MessageMaker:
 
     def ids(self, sending: Sending) -> tuple[list[Any], list[Any]]:
         """Output ids and decode ids: the same arrays but where a request's first row brings the prompt's tail."""
-        rows, packed = sending.rows, sending.batch.packed
+        rows, packed = sending.rows, sending.packed
         if packed is None:
             begins, ends = rows[C.TOKEN_BEGIN].tolist(), rows[C.TOKEN_END].tolist()
             output = [one[begin:end] for one, begin, end in zip(sending.ids, begins, ends, strict=True)]
@@ -189,8 +187,8 @@ class MessageMaker:
 
 def output_logprobs(sending: Sending) -> dict[str, list[Any]]:
     """The six columns, each request's own lists from its cursor on; those without any share one empty list."""
-    if sending.batch.packed is not None:
-        return logprob_lists(sending.batch.packed, sending.reqs)
+    if sending.packed is not None:
+        return logprob_lists(sending.packed, sending.reqs)
     nothing: list[Any] = []
     cuts = list(map(slice, sending.rows[C.LOGPROB_BEGIN].tolist(), sending.rows[C.LOGPROB_END].tolist()))
     logs = [req.logprob if req.return_logprob else None for req in sending.reqs]

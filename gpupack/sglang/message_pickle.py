@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
-from gpupack.sglang.batch import Batch
 from gpupack.sglang.message import MessageMaker, output_logprobs
 from gpupack.sglang.roster import KEPT
 from gpupack.sglang.sending import Sending
@@ -59,11 +58,10 @@ class PickledMaker(MessageMaker):
         self._head = BEGIN + part(rebuild) + part(kind) + part(absent) + ITEMS
         self._kept_part: tuple[Any, bytes] = (None, b"")
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> bytes:
+    def make(self, sending: Sending) -> bytes:
         """The pickle of the message; see MessageMaker."""
-        sending = Sending.of(batch, rows, final)
         parts = [self._head, self._kept(sending)]
-        if batch.facts[C.USUAL]:
+        if sending.batch.facts[C.USUAL]:
             tokens = usual_tokens(sending)
             parts += self._usual_ids(sending, tokens)
             columns = self.others(sending, [(token,) for token in tokens] if sending.customized else ())
@@ -71,7 +69,7 @@ class PickledMaker(MessageMaker):
             output, decode = self.ids(sending)
             parts += self._items({"output_ids": output})
             columns = {"decode_ids": decode, **self.others(sending, output)}
-        if batch.return_logprob:
+        if sending.batch.return_logprob:
             columns.update(self.input_logprobs(sending))
             usual = usual_scores(sending)
             if usual is None:

@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.sglang import cursors as C
-from gpupack.sglang.batch import Batch
 from gpupack.sglang.frames import CannotTravel, FrameMaker
 from gpupack.sglang.message import MessageMaker
 from gpupack.sglang.message_pickle import PickledMaker, read_back
 from gpupack.sglang.native_receiver import NativeReceiver
 from gpupack.sglang.roster import Roster
+from gpupack.sglang.sending import Sending
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.stats import Stats
 from gpupack.sglang.versions import EngineVersion
@@ -28,8 +27,8 @@ logger = logging.getLogger(__name__)
 class Outlet(Protocol):
     """Makes what a step sends, then sends it; one thread."""
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
-        """What is to be sent of rows of `cursors.advance`; `final` are those that are last."""
+    def make(self, sending: Sending) -> Any:
+        """What is to be sent of the rows of a step."""
 
     def send(self, made: Any) -> None:
         """Send it; blocks as the engine's own sends do."""
@@ -47,9 +46,9 @@ class MessageOutlet:
     def __init__(self, streamer: Any, maker: MessageMaker, stats: Stats) -> None:
         self._streamer, self._maker, self._stats = streamer, maker, stats
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
+    def make(self, sending: Sending) -> Any:
         """A message; see Outlet."""
-        return self._maker.make(batch, rows, final)
+        return self._maker.make(sending)
 
     def send(self, made: Any) -> None:
         """See Outlet."""
@@ -88,15 +87,15 @@ class NativeOutlet(MessageOutlet):
         self._frame_no = 0
         self._check = NativeReceiver() if settings.verify else None
 
-    def make(self, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Any:
+    def make(self, sending: Sending) -> Any:
         """A stamped frame, or a message; see Outlet."""
         try:
-            frame = self._frames.make(batch, rows, final)
+            frame = self._frames.make(sending)
         except CannotTravel as why:
             if self._stats.count_unframed(str(why)):
                 logger.warning("gpupack: batches go as the engine's messages: %s", why)
-            self.leave(rows[C.SLOT])
-            return super().make(batch, rows, final)
+            self.leave(sending.slots)
+            return super().make(sending)
         self._stats.frames += 1
         return self._stamped(frame)
 

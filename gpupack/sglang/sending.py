@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
 from gpupack.sglang.batch import Batch
+from gpupack.sglang.columns import PackedItems
 
 
 class Sending(NamedTuple):
@@ -26,6 +27,8 @@ class Sending(NamedTuple):
         Rows of `Batch.odd`.
     whole
         Every request of the batch has a row.
+    packed
+        Items of the rows, where the device backend has them; None: the requests' lists have.
     """
 
     batch: Batch
@@ -36,12 +39,14 @@ class Sending(NamedTuple):
     final: list[int]
     odd: list[int]
     whole: bool
+    packed: PackedItems | None
 
     @classmethod
-    def of(cls, batch: Batch, rows: NDArray[np.int32], final: list[int]) -> Sending:
+    def of(cls, batch: Batch, rows: NDArray[np.int32], final: list[int], packed: PackedItems | None) -> Sending:
         """Rows of `cursors.advance`; `final` are those that are last."""
         reqs, ids = batch.rows_of(rows)
-        return cls(batch, rows, rows[C.SLOT], reqs, ids, final, batch.odd_rows(rows), len(reqs) == len(batch.reqs))
+        whole = len(reqs) == len(batch.reqs)
+        return cls(batch, rows, rows[C.SLOT], reqs, ids, final, batch.odd_rows(rows), whole, packed)
 
     @property
     def stale(self) -> list[int]:

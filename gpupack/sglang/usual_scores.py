@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import cursors as C
+from gpupack.sglang.columns import PackedItems
 from gpupack.sglang.sending import Sending
-
-if TYPE_CHECKING:
-    from gpupack.sglang.device_backlog import PackedItems
 
 
 class UsualScores(NamedTuple):
@@ -34,7 +32,7 @@ class UsualScores(NamedTuple):
 
 def usual_tokens(sending: Sending) -> NDArray[np.int64]:
     """The token of each row, int64 `[rows]`, of rows that have one each."""
-    packed = sending.batch.packed
+    packed = sending.packed
     if packed is not None:
         return packed.tokens.items.astype(np.int64)
     return np.array([one[-1] for one in sending.ids], np.int64)
@@ -45,8 +43,8 @@ def usual_scores(sending: Sending) -> UsualScores | None:
     width = sending.batch.group.width
     if not sending.batch.facts[C.USUAL_SCORES] or width is None or width[1]:
         return None
-    if sending.batch.packed is not None:
-        return _of_packed(sending.batch.packed, len(sending.reqs), width[0])
+    if sending.packed is not None:
+        return _of_packed(sending.packed, len(sending.reqs), width[0])
     top, logs, at = width[0], [req.logprob for req in sending.reqs], sending.rows[C.LOGPROB_BEGIN].tolist()
     none: list[Any] = []
     try:

@@ -17,7 +17,7 @@ from guarded import GuardedMemory
 from torch import Tensor
 
 from gpupack import layout as L
-from gpupack.device.runtime import HostRuntime
+from gpupack.device.host_runtime import HostRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 PTXSIM = Path(os.environ.get("PTXSIM", ROOT.parent / "shared" / "ptxsim"))

@@ -21,7 +21,7 @@ class Guarded:
     lanes: int = 32
 
     def __post_init__(self) -> None:
-        from gpupack.device.runtime import InterpreterRuntime
+        from gpupack.device.host_runtime import InterpreterRuntime
 
         self._inner = InterpreterRuntime()
         self.device = self._inner.device

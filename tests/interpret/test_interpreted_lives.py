@@ -16,7 +16,7 @@ from test_lives import Harness, Play, Receiver
 from gpupack import layout as L
 from gpupack.config import EmitPolicy, PackerConfig
 from gpupack.control import Control
-from gpupack.device.runtime import InterpreterRuntime
+from gpupack.device.host_runtime import InterpreterRuntime
 from gpupack.packer import Packer
 from gpupack.request import Request
 
