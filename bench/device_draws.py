@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.control import Control
-from gpupack.request import NO_LIMIT, Request
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import NO_LIMIT, Request
+from gpupack.core.row_control import Control
 
 ODD_BITS = np.array([0xFF800000, 0x7FC00000, 0xFFC01234, 0x7F800001, 0x80000000, 0x00000001], np.uint32)
 WAYS = np.array(

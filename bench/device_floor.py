@@ -11,9 +11,9 @@ from device_empty import empty_kernel
 from device_place import Place
 from gpupack.kernels.pack import pack_kernel
 
-from gpupack import layout as L
-from gpupack.device.graphs import PackGraph
-from gpupack.packer import Packer
+from gpupack.core import layout as L
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
 
 Sample = dict[str, float]  # clock: nanoseconds
 Variants = dict[str, Callable[[], Sample]]

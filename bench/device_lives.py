@@ -12,12 +12,12 @@ from device_place import Place
 from device_reference import POISON, CpuReference, MismatchError, OracleReference, Reference, expect
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.config import EmitPolicy, PackerConfig, Transfer
-from gpupack.device.graphs import PackGraph
-from gpupack.packer import Packer
-from gpupack.request import Request
-from gpupack.ticket import Ticket
+from gpupack.core import layout as L
+from gpupack.core.config import EmitPolicy, PackerConfig, Transfer
+from gpupack.core.request import Request
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
+from gpupack.packer.pending_step import Ticket
 
 Row = dict[str, Any]
 COMMON: dict[str, Any] = {"vocab_size": 60, "eos_token_ids": (2, 7), "max_in_flight": 3, "fallback": False}

@@ -49,7 +49,7 @@ class Place:
             os.environ.pop("TRITON_INTERPRET", None)
         else:
             os.environ["TRITON_INTERPRET"] = "1"
-        from gpupack.device.host_runtime import make_runtime
+        from gpupack.backends.cuda.host_runtime import make_runtime
 
         self.cuda = cuda
         self.name = "cuda" if cuda else "interpret"

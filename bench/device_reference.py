@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer
-from gpupack.request import Request, Resume
-from gpupack.ticket import Ticket
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.packed_output import PackedStep
+from gpupack.core.request import Request, Resume
+from gpupack.packer.packer import Packer
+from gpupack.packer.pending_step import Ticket
 
 POISON = np.int32(0x7EADBEEF)
 

@@ -13,12 +13,12 @@ import numpy as np
 from device_place import Place
 from device_reference import MismatchError, expect
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig, Wait
-from gpupack.device.graphs import PackGraph
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer
-from gpupack.request import Request
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig, Wait
+from gpupack.core.packed_output import PackedStep
+from gpupack.core.request import Request
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
 
 Row = dict[str, Any]
 ROWS = 640  # five blocks

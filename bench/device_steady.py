@@ -9,12 +9,12 @@ import numpy as np
 from device_place import Place
 from device_reference import MismatchError, expect
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.device.graphs import PackGraph
-from gpupack.embeddings import BITS, ITEM_BYTES, EmbeddingGather
-from gpupack.packer import Packer
-from gpupack.request import Request
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import Request
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
+from gpupack.streamer.embeddings import BITS, ITEM_BYTES, EmbeddingGather
 
 Row = dict[str, Any]
 ROWS = 300

@@ -20,11 +20,11 @@ from device_floor import Calls, Floor, Sample, Variants, count_launches, for_any
 from device_place import Place
 from rows import quantiles
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.device.graphs import PackGraph
-from gpupack.packer import Packer
-from gpupack.request import Request
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import Request
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
 
 Row = dict[str, Any]
 COPIES_AT_MOST = 20  # rounds in which the copies for each request take part: they are slow

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gpupack import layout as L
-from gpupack.backend_triton import TritonBackend
-from gpupack.config import PackerConfig
-from gpupack.inputs import StepInputs
-from gpupack.packer import Packer
-from gpupack.request import Request
+from gpupack.backends.cuda.backend import TritonBackend
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import Request
+from gpupack.core.step_inputs import StepInputs
+from gpupack.packer.packer import Packer
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests" / "compiled")]

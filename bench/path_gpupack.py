@@ -13,12 +13,12 @@ import numpy as np
 import zmq
 from workload import EOS_TOKEN_ID, PROMPT, VOCAB_SIZE, RowContent, Sent, Step, Workload
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.control import Control
-from gpupack.packer import Packer
-from gpupack.request import NO_LIMIT, Request
-from gpupack.streamer import OutputStreamer
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import NO_LIMIT, Request
+from gpupack.core.row_control import Control
+from gpupack.packer.packer import Packer
+from gpupack.streamer.output_streamer import OutputStreamer
 from gpupack.transport.sender import OutputSender
 from gpupack.transport.stream_reader import StreamReader
 from gpupack.wire.codec import decode

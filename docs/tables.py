@@ -1,11 +1,11 @@
-"""Write the layout tables of CUDA.md from `gpupack/layout.py`: run it after changing the layout."""
+"""Write the layout tables of CUDA.md from `gpupack/core/layout.py`: run it after changing the layout."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 
 PAGE = Path(__file__).resolve().parent.parent / "CUDA.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"

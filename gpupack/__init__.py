@@ -9,13 +9,13 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.control import Control
-from gpupack.errors import BackpressureError, GpupackError, InputError, PeerLostError, WireError
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer
-from gpupack.request import Request, Resume
-from gpupack.ticket import Ticket
+from gpupack.core.config import EmitPolicy, PackerConfig
+from gpupack.core.errors import BackpressureError, GpupackError, InputError, PeerLostError, WireError
+from gpupack.core.packed_output import PackedStep
+from gpupack.core.request import Request, Resume
+from gpupack.core.row_control import Control
+from gpupack.packer.packer import Packer
+from gpupack.packer.pending_step import Ticket
 
 try:
     __version__ = version("gpupack")
@@ -23,15 +23,15 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 _LAZY = {
-    "OutputStreamer": "gpupack.streamer",
-    "SendReport": "gpupack.streamer",
-    "EmbeddingGather": "gpupack.embeddings",
+    "OutputStreamer": "gpupack.streamer.output_streamer",
+    "SendReport": "gpupack.streamer.output_streamer",
+    "EmbeddingGather": "gpupack.streamer.embeddings",
     "OutputSender": "gpupack.transport.sender",
     "OutputReceiver": "gpupack.transport.receiver",
     "Delta": "gpupack.transport.receiver",
-    "StopStringJudge": "gpupack.stop_strings",
-    "Detokenizer": "gpupack.detokenizer",
-    "TextStream": "gpupack.text_stream",
+    "StopStringJudge": "gpupack.text.stop_strings",
+    "Detokenizer": "gpupack.text.detokenizer",
+    "TextStream": "gpupack.text.text_stream",
 }
 
 __all__ = [

@@ -21,7 +21,7 @@ from gpupack.kernels.pack import pack_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.core.config import EmitPolicy, PackerConfig
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

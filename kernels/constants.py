@@ -1,10 +1,10 @@
-"""The layout's numbers as Triton compile-time constants; `gpupack/layout.py` is where they are defined."""
+"""The layout's numbers as Triton compile-time constants; `gpupack/core/layout.py` is where they are defined."""
 
 from __future__ import annotations
 
 import triton.language as tl
 
-from gpupack import layout
+from gpupack.core import layout
 
 _NAMES = [name for name, value in vars(layout).items() if name.isupper() and isinstance(value, int)]
 

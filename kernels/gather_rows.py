@@ -17,8 +17,8 @@ from gpupack.kernels.launch import power_of_two
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpupack import layout as L
-from gpupack.device.runtime import DeviceRuntime
+from gpupack.backends.cuda.runtime import DeviceRuntime
+from gpupack.core import layout as L
 
 TILE = 1024  # words a program
 THREADS = 128

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.errors import ConfigError
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.errors import ConfigError
 
 BLOCK = 128  # rows a program, one a thread: the fewest sectors and instructions of what was counted (CUDA.md)
 THREADS = 128

@@ -1,6 +1,6 @@
 """One step of a packer in one launch: append, finish, who sends, scan, gather, advance.
 
-The same rule as `gpupack/loop.py`, to the bit, for a block of the batch a program. Everything a
+The same rule as `gpupack/backends/cpu/pack_loop.py`, to the bit, for a block of the batch a program. Everything a
 program reads of a slot it reads first; a barrier; then it writes. The parts are `rule.py`, `inputs.py`,
 `scan.py` and `items.py`.
 """

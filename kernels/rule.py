@@ -1,4 +1,4 @@
-"""The rule of SPEC.md section 2 for a block of the batch: finish, and who is due. Equal to `gpupack/rule.py`."""
+"""Finish and interval rule for a block of the batch; equal to `gpupack/backends/cpu/emit_rule.py`."""
 
 from __future__ import annotations
 

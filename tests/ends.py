@@ -7,11 +7,11 @@ import time
 import numpy as np
 from frames import Row, Step, frame_of
 
-from gpupack import layout as L
-from gpupack.errors import PeerLostError
+from gpupack.core import layout as L
+from gpupack.core.errors import PeerLostError
 from gpupack.transport.sender import OutputSender
 from gpupack.wire.codec import encode_frame
-from gpupack.wire.side import OpeningRecord, SideRecord
+from gpupack.wire.metadata import OpeningRecord, SideRecord
 
 WAIT_S = 20.0
 WAIT_MS = 10_000

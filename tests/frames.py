@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.packed import PackedStep
+from gpupack.core import layout as L
+from gpupack.core.packed_output import PackedStep
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import SideRecord
+from gpupack.wire.metadata import SideRecord
 
 POISON = -0x5EED5EEE  # what a buffer holds where nothing was packed
 

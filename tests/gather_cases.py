@@ -9,8 +9,8 @@ import torch
 from gpupack.kernels.gather_rows import reference
 from torch import Tensor
 
-from gpupack import layout as L
-from gpupack.embeddings import BITS, ITEM_BYTES, EmbeddingGather
+from gpupack.core import layout as L
+from gpupack.streamer.embeddings import BITS, ITEM_BYTES, EmbeddingGather
 
 UNWRITTEN = 0xA7  # every byte of an output buffer before a gather
 

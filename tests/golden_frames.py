@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from frames import Row, Step, frame_of
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.wire.codec import encode_frame
 from gpupack.wire.frame import stamp
-from gpupack.wire.side import Array, InputLogprobs, OpeningRecord, RowExtras, SideRecord
+from gpupack.wire.metadata import Array, InputLogprobs, OpeningRecord, RowExtras, SideRecord
 
 FOLDER = Path(__file__).parent / "golden"
 STREAM_ID = 0x1122334455667788

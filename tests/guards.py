@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from simulated import SimulatedRuntime
 
-from gpupack import retraction
-from gpupack.backend_triton import TritonBackend
-from gpupack.device.graphs import PackGraph
-from gpupack.device.ring import LaunchRing
-from gpupack.device.step import DeviceStep
-from gpupack.device.words import LaunchWriter
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer
-from gpupack.ticket import Ticket
+from gpupack.backends.cuda.backend import TritonBackend
+from gpupack.backends.cuda.buffer_ring import LaunchRing
+from gpupack.backends.cuda.inflight import DeviceStep
+from gpupack.backends.cuda.launch_args import LaunchWriter
+from gpupack.core.packed_output import PackedStep
+from gpupack.packer import retract as retraction
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
+from gpupack.packer.pending_step import Ticket
 
 
 class Guard(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gpupack.config import PackerConfig
-from gpupack.request import Request, Resume
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import Request, Resume
 
 # Written out here, not imported: a mistake in layout.py must show.
 SKIP, HOLD, FLUSH, FINISH, RETRACTED = 1, 2, 4, 8, 16

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from reference_reader import RefusedError, read
 
-from gpupack import layout as L
-from gpupack.errors import WireError
+from gpupack.core import layout as L
+from gpupack.core.errors import WireError
 from gpupack.wire.codec import decode
 from gpupack.wire.frame import Frame, KnownRows
-from gpupack.wire.side import encode_side
+from gpupack.wire.metadata import encode_side
 
 LIMIT = 1 << 20
 

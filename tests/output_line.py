@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpupack.columns import OutputColumns
-from gpupack.config import PackerConfig
-from gpupack.packer import Packer
-from gpupack.streamer import OutputStreamer
+from gpupack.core.config import PackerConfig
+from gpupack.packer.packer import Packer
+from gpupack.streamer.output_streamer import OutputStreamer
+from gpupack.transport.message_columns import OutputColumns
 from gpupack.transport.receiver import Delta, OutputReceiver, ReceivedStep
 from gpupack.transport.sender import OutputSender
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpupack import layout as L
-from gpupack.errors import ClosedError, StepFailedError
+from gpupack.core import layout as L
+from gpupack.core.errors import ClosedError, StepFailedError
 
 if TYPE_CHECKING:
     from protocol_life import DeviceLife

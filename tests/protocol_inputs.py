@@ -12,10 +12,10 @@ from strategies import ACTIONS, PRESETS, Batch, RowPlan
 from test_lives import POISON
 from torch import Tensor
 
-from gpupack.config import PackerConfig
-from gpupack.control import Control
-from gpupack.device.inputs import LENS
-from gpupack.request import NO_LIMIT, Request
+from gpupack.backends.cuda.device_inputs import LENS
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import NO_LIMIT, Request
+from gpupack.core.row_control import Control
 
 Arguments = tuple[Any, list[Any], dict[str, Any]]  # handles, further positional arguments, the rest
 

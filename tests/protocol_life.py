@@ -13,12 +13,12 @@ from simulated import SimulatedRuntime
 from strategies import End, Readmit
 from test_lives import POISON, Harness, Play, check_guards, counters_of, expected_counters, rows_of
 
-from gpupack.backend_triton import TritonBackend
-from gpupack.config import PackerConfig
-from gpupack.device.graphs import PackGraph
-from gpupack.errors import BufferBusyError, ClosedError, InputError, ReleasedError
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer
+from gpupack.backends.cuda.backend import TritonBackend
+from gpupack.core.config import PackerConfig
+from gpupack.core.errors import BufferBusyError, ClosedError, InputError, ReleasedError
+from gpupack.core.packed_output import PackedStep
+from gpupack.packer.cuda_graph import PackGraph
+from gpupack.packer.packer import Packer
 
 BLOCK = 4  # rows a program
 OPS = {

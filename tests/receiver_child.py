@@ -11,7 +11,7 @@ import json
 import os
 import time
 
-from gpupack.errors import WireError
+from gpupack.core.errors import WireError
 from gpupack.transport.receiver import OutputReceiver
 
 

@@ -90,7 +90,7 @@ def check_columns(columns: dict[str, Any], tokens: int, logprobs: int, words: in
 
 def read_side(raw: bytes) -> Any:
     """The side record, keys and types checked."""
-    from gpupack.wire.side import decode_side  # the schema is msgspec's business, not restated here
+    from gpupack.wire.metadata import decode_side  # the schema is msgspec's business, not restated here
 
     try:
         return decode_side(raw)

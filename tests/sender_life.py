@@ -10,9 +10,9 @@ import numpy as np
 from frames import Row, Step, frame_of
 from hypothesis import strategies as st
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import FINISH_IN_EXTRAS, OpeningRecord, RowExtras, SideRecord, finish_reason
+from gpupack.wire.metadata import FINISH_IN_EXTRAS, OpeningRecord, RowExtras, SideRecord, finish_reason
 
 SLOTS = 5
 KINDS = ["tokens"] * 4 + ["open", "open", "finish", "cut", "retract", "resume", "resume", "restart", "drop"]

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.compiled import compiled
-from gpupack.loop import pack_batch
-from gpupack.loop_check import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, LIMITS
-from gpupack.loop_runs import OTHER
+from gpupack.backends.cpu.decode_fast_path import OTHER
+from gpupack.backends.cpu.input_checks import LIMIT_BACKLOG, LIMIT_FAMILIES, LIMIT_POLICY, LIMIT_VOCAB, LIMITS
+from gpupack.backends.cpu.pack_loop import pack_batch
+from gpupack.core import layout as L
+from gpupack.core.jit import compiled
 
 INT32_MAX = 2**31 - 1
 SLACK = 1 << 16  # words behind a packed step, for what a damaged state would write there

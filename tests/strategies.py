@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.request import NO_LIMIT, Request
+from gpupack.core.config import EmitPolicy, PackerConfig
+from gpupack.core.request import NO_LIMIT, Request
 
 PRESETS = {
     "default": EmitPolicy(),

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from frames import Row, Step, frame_of
 
-from gpupack import layout as L
-from gpupack.errors import WireError
+from gpupack.core import layout as L
+from gpupack.core.errors import WireError
 from gpupack.transport.stream_reader import StreamReader
 from gpupack.transport.stream_table import StreamTable
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import OpeningRecord, SideRecord
+from gpupack.wire.metadata import OpeningRecord, SideRecord
 
 FINAL = L.ROW_FINAL | L.ROW_EARLY
 WAIT_MS = 10_000

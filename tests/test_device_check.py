@@ -116,8 +116,8 @@ WRONG = (
     ALONE
     + """
 import device_lives, device_soak
-from gpupack import layout as L
-from gpupack.device.host_runtime import InterpreterRuntime
+from gpupack.core import layout as L
+from gpupack.backends.cuda.host_runtime import InterpreterRuntime
 right = InterpreterRuntime.launch
 
 def wrong(self, kernel, programs, arguments, *others):

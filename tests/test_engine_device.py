@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupack import Packer, PackerConfig
-from gpupack import layout as L
-from gpupack.sglang import cursors as C
+from gpupack.core import layout as L
+from gpupack.sglang import emit_rule as C
 from gpupack.sglang.batch import Batch
-from gpupack.sglang.device_backend import ELSEWHERE, FAILED, OUTSIDE, DeviceBackend
-from gpupack.sglang.device_backlog import RECORD_WINDOW, WINDOW, Backlog
-from gpupack.sglang.device_handles import NotPacked, PoolHandles
-from gpupack.sglang.device_hooks import around_copying, around_process, around_relay, around_settled
-from gpupack.sglang.device_lists import logprob_lists, token_lists
-from gpupack.sglang.device_tensors import copy_top_logprobs, step_inputs, unsplit
-from gpupack.sglang.roster import Roster
+from gpupack.sglang.column_lists import logprob_lists, token_lists
+from gpupack.sglang.device.backend import ELSEWHERE, FAILED, OUTSIDE, DeviceBackend
+from gpupack.sglang.device.backlog import RECORD_WINDOW, WINDOW, Backlog
+from gpupack.sglang.device.hooks import around_copying, around_process, around_relay, around_settled
+from gpupack.sglang.device.pool_handles import NotPacked, PoolHandles
+from gpupack.sglang.device.tensors import copy_top_logprobs, step_inputs, unsplit
+from gpupack.sglang.request_states import Roster
 from gpupack.sglang.stats import Stats
 
 SLOTS = 8
@@ -426,7 +426,7 @@ def test_with_overlap_a_step_is_enqueued_at_the_relay_and_committed_before_the_c
     scheduler, result = scheduler_of(engine, overlap=True), result_of(torch.tensor([5]))
     assert around_relay(lambda *_: "relayed", scheduler, batch_of(engine), None, result) == "relayed"
     assert result.gpupack.ticket is None
-    around_copying(lambda given: given.gpupack.ticket.ready(), None, result)
+    around_copying(lambda given: given.gpupack.packer.pending_step.ready(), None, result)
     assert engine.process(batch_of(engine), result) == [5]
 
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from oracle import CODES, Oracle, OracleTicket, Record, Row, Step
 from strategies import ODD_BITS, Admit, Batch, End, Life, Readmit, RowPlan, TakeIn, lives
 
-from gpupack import layout as L
-from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.control import Control
-from gpupack.loop_check import LIMIT_RUN
-from gpupack.packed import PackedStep
-from gpupack.packer import Packer, Ticket
-from gpupack.request import Request, Resume
+from gpupack.backends.cpu.input_checks import LIMIT_RUN
+from gpupack.core import layout as L
+from gpupack.core.config import EmitPolicy, PackerConfig
+from gpupack.core.packed_output import PackedStep
+from gpupack.core.request import Request, Resume
+from gpupack.core.row_control import Control
+from gpupack.packer.packer import Packer, Ticket
 
 LIVES = int(os.environ.get("GPUPACK_LIVES", "400"))
 POISON = 0x7EADBEEF

@@ -82,7 +82,7 @@ def test_the_installed_wheel_works_from_another_folder(wheel, tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*command, str(wheel)], check=True, timeout=240)
-    code = "import gpupack, gpupack.kernels as k; print(gpupack.__file__, k.__file__); import gpupack.packer"
+    code = "import gpupack, gpupack.kernels as k; print(gpupack.__file__, k.__file__); import gpupack.packer.packer"
     out = python(code, tmp_path, PYTHONPATH=str(site)).split()
     assert all(Path(path).is_relative_to(site) for path in out)
     assert python(

@@ -7,9 +7,9 @@ from frames import Row, Step
 from hypothesis import strategies as st
 from msgspec import structs
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.wire.array import DTYPES, Array
-from gpupack.wire.side import (
+from gpupack.wire.metadata import (
     COUNTS,
     FINISH_IN_EXTRAS,
     INT32_MAX,

@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpupack.core.request import Request
 from gpupack.demo.model import SlotModel
 from gpupack.demo.prompts import Prompt
 from gpupack.demo.sampling import sample
-from gpupack.packer import Packer
-from gpupack.request import Request
-from gpupack.streamer import OutputStreamer, SendReport
-from gpupack.ticket import Ticket
+from gpupack.packer.packer import Packer
+from gpupack.packer.pending_step import Ticket
+from gpupack.streamer.output_streamer import OutputStreamer, SendReport
 
 
 @dataclass

@@ -33,7 +33,7 @@ class TextSink:
     def __init__(self, tokenizer_path: str) -> None:
         from tokenizers import Tokenizer
 
-        from gpupack.detokenizer import Detokenizer
+        from gpupack.text.detokenizer import Detokenizer
 
         self._detokenizer = Detokenizer(Tokenizer.from_file(tokenizer_path))
         self.finished = 0

@@ -9,11 +9,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpupack.config import Device, PackerConfig
+from gpupack.core.config import Device, PackerConfig
 from gpupack.demo.loop import LoopStats
 from gpupack.demo.receiver_process import ReceiverProcess
-from gpupack.packer import Packer
-from gpupack.streamer import OutputStreamer
+from gpupack.packer.packer import Packer
+from gpupack.streamer.output_streamer import OutputStreamer
 from gpupack.transport.sender import OutputSender
 
 MAX_PROMPT = 96  # tokens of the longest prompt, chat template included
@@ -51,7 +51,7 @@ def run_model(device: str | None, running: int, show: Any) -> DemoReport:
     from gpupack.demo.model import SlotModel
     from gpupack.demo.prompts import PROMPTS
     from gpupack.demo.verify import expected_output
-    from gpupack.stop_strings import StopStringJudge
+    from gpupack.text.stop_strings import StopStringJudge
 
     # One core is the receiver's; with all of them, threads spin against it at every barrier.
     torch.set_num_threads(max((os.cpu_count() or 2) - 1, 1))

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.control import Control
+from gpupack.core import layout as L
+from gpupack.core.request import Request
+from gpupack.core.row_control import Control
 from gpupack.demo.loop import LoopStats
 from gpupack.demo.receive import content_digest
-from gpupack.request import Request
-from gpupack.streamer import OutputStreamer
+from gpupack.streamer.output_streamer import OutputStreamer
 
 VOCAB_SIZE = 32_000
 EOS_TOKEN_ID = 2

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.sglang import cursors as C
-from gpupack.sglang.roster import Roster
+from gpupack.sglang import emit_rule as C
+from gpupack.sglang.request_states import Roster
 
 _NONE8 = np.empty(0, np.uint8)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.sglang import cursors as C
+from gpupack.core import layout as L
+from gpupack.sglang import emit_rule as C
 from gpupack.sglang.columns import Int32, Items, Scores
-from gpupack.sglang.sending import Sending
-from gpupack.sglang.usual_scores import UsualScores, usual_scores
+from gpupack.sglang.decode_columns import UsualScores, usual_scores
+from gpupack.sglang.output_rows import Sending
 
 
 def token_items(sending: Sending) -> Items:

@@ -8,19 +8,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.errors import WireError
-from gpupack.request import is_reason
-from gpupack.sglang import cursors as C
+from gpupack.core import layout as L
+from gpupack.core.errors import WireError
+from gpupack.core.request import is_reason
+from gpupack.sglang import emit_rule as C
 from gpupack.sglang.frame_items import logprob_items, spec_counters, token_items, with_hidden
-from gpupack.sglang.frame_side import SideMaker
-from gpupack.sglang.roster import WANTED, Roster
-from gpupack.sglang.sending import Sending
-from gpupack.sglang.stream_state import StreamState
+from gpupack.sglang.frame_metadata import SideMaker
+from gpupack.sglang.output_rows import Sending
+from gpupack.sglang.request_states import WANTED, Roster
+from gpupack.sglang.sent_state import StreamState
 from gpupack.sglang.versions import EngineVersion
 from gpupack.wire.codec import encode_frame
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import SideRecord
+from gpupack.wire.metadata import SideRecord
 
 FINAL = L.ROW_FINAL | L.FINISH_HOST << L.ROW_CODE_SHIFT
 NO_RANK = 2**31 - 1  # an engine without data parallelism has none, and its messages say so

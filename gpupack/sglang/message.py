@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.sglang import cursors as C
-from gpupack.sglang.device_lists import logprob_lists, token_lists
+from gpupack.sglang import emit_rule as C
+from gpupack.sglang.column_lists import logprob_lists, token_lists
+from gpupack.sglang.output_rows import Sending
 from gpupack.sglang.payload import Payloads
-from gpupack.sglang.roster import KEPT, STATIC, Roster
-from gpupack.sglang.sending import Sending
-from gpupack.sglang.settled import Settle
+from gpupack.sglang.prefill_columns import Settle
+from gpupack.sglang.request_states import KEPT, STATIC, Roster
 from gpupack.sglang.versions import EngineVersion
 from gpupack.sglang.weights import WeightSpans
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.sglang import cursors as C
+from gpupack.sglang import emit_rule as C
+from gpupack.sglang.decode_columns import UsualScores, usual_scores, usual_tokens
 from gpupack.sglang.message import MessageMaker, output_logprobs
-from gpupack.sglang.roster import KEPT
-from gpupack.sglang.sending import Sending
-from gpupack.sglang.usual_scores import UsualScores, usual_scores, usual_tokens
+from gpupack.sglang.output_rows import Sending
+from gpupack.sglang.request_states import KEPT
 
 UInt8 = NDArray[np.uint8]
 BEGIN, ITEMS, END = b"\x80\x05", b"(", b"u\x86R."

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from gpupack.columns import EmbeddingColumns, OutputColumns
-from gpupack.errors import ConfigError, InputError
+from gpupack.core.errors import ConfigError, InputError
+from gpupack.transport.message_columns import EmbeddingColumns, OutputColumns
 
 # Fields that are none in every message that we make: not measured, or features that gpupack leaves out.
 ALWAYS_NONE = frozenset(

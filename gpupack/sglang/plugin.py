@@ -49,7 +49,7 @@ def _is_detokenizer() -> bool:
 
 
 def _hook_detokenizer() -> None:
-    from gpupack.sglang.native_receiver import NativeReceiver
+    from gpupack.sglang.receiver import NativeReceiver
 
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     target = "sglang.srt.managers.detokenizer_manager.sock_recv"
@@ -57,12 +57,12 @@ def _hook_detokenizer() -> None:
 
 
 def _hook_scheduler(engine: EngineVersion, settings: Settings) -> None:
-    from gpupack.sglang.host_streamer import streamer_class
+    from gpupack.sglang.streamer import streamer_class
 
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     known = import_module(STREAMERS).SchedulerOutputStreamer
     if settings.backend == "device":
-        from gpupack.sglang.device_hooks import hook_device
+        from gpupack.sglang.device.hooks import hook_device
 
         hook_device()
     if engine.hook == "replace":

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gpupack.errors import ConfigError
+from gpupack.core.errors import ConfigError
 
 Backend = Literal["host", "device", "engine"]
 Wire = Literal["compatible", "native"]

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-from gpupack.config import EmitPolicy
+from gpupack.core.config import EmitPolicy
 
 STREAMERS = "sglang.srt.managers.scheduler_components.output_streamer"
 

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import OpeningRecord, Returned, RowExtras, SideRecord
+from gpupack.wire.metadata import OpeningRecord, Returned, RowExtras, SideRecord
 
 Index = NDArray[np.intp]
 Info = dict[str, list[Any] | None]

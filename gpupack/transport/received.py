@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.transport.families import split_families, split_items
 from gpupack.transport.score_ids import Ids
 from gpupack.wire.frame import Frame
-from gpupack.wire.side import (
+from gpupack.wire.metadata import (
     COUNTS,
     CachedTokensDetails,
     FinishReason,

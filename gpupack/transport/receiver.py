@@ -9,7 +9,7 @@ from types import TracebackType
 
 import zmq
 
-from gpupack.errors import ClosedError, ConfigError
+from gpupack.core.errors import ClosedError, ConfigError
 from gpupack.transport.context import close_when_collected
 from gpupack.transport.received import Delta, ReceivedStep
 from gpupack.transport.stream_reader import StreamReader

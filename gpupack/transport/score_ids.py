@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
+from gpupack.core import layout as L
 from gpupack.wire.frame import Frame
 
 MOST = 1 << 16  # ids that are kept of a request; a sender keeps no more logprobs that were not sent

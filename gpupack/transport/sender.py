@@ -10,10 +10,10 @@ from types import TracebackType
 
 import zmq
 
-from gpupack.errors import BackpressureError, ClosedError, ConfigError, PeerLostError
+from gpupack.core.errors import BackpressureError, ClosedError, ConfigError, PeerLostError
 from gpupack.transport.context import close_when_collected, context_of_batch_threads
 from gpupack.transport.peer import PeerMonitor
-from gpupack.transport.pending import PendingFrames
+from gpupack.transport.send_queue import PendingFrames
 from gpupack.wire.codec import check_max_frame_bytes
 from gpupack.wire.frame import DEFAULT_MAX_FRAME_BYTES, check_size, stamp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from gpupack.errors import ConfigError, FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
+from gpupack.core.errors import ConfigError, FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
 from gpupack.transport.received import ReceivedStep
 from gpupack.transport.stream_table import StreamTable
 from gpupack.wire.frame import Frame, KnownRows

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
-from gpupack.transport.open_requests import SLOT_MASK, OpenRequests, Standing
+from gpupack.core import layout as L
+from gpupack.core.errors import FrameGapError, FrameValueError, StreamBrokenError, UnknownHandleError
+from gpupack.transport.request_table import SLOT_MASK, OpenRequests, Standing
 from gpupack.transport.score_ids import Ids
 from gpupack.wire.frame import Frame, KnownRows
-from gpupack.wire.side import OpeningRecord, SideRecord
+from gpupack.wire.metadata import OpeningRecord, SideRecord
 
 _NO_SIDE = SideRecord()
 

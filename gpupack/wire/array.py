@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.errors import InputError, SideRecordError
+from gpupack.core.errors import InputError, SideRecordError
 
 INT32_MAX = 2**31 - 1
 MAX_DIMENSIONS = 32

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gpupack import layout as L
-from gpupack.errors import ConfigError
+from gpupack.core import layout as L
+from gpupack.core.errors import ConfigError
 from gpupack.wire.frame import (
     DEFAULT_MAX_FRAME_BYTES,
     HEADER,
@@ -23,9 +23,9 @@ from gpupack.wire.frame import (
     write_header,
     write_table,
 )
-from gpupack.wire.side import decode_side, encode_side
+from gpupack.wire.metadata import decode_side, encode_side
 from gpupack.wire.verify import check_columns, check_padding, check_table, peek
-from gpupack.wire.verify_side import check_side
+from gpupack.wire.verify_metadata import check_side
 
 
 def check_max_frame_bytes(value: int) -> int:

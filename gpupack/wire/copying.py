@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import void
 
-from gpupack import layout as L
-from gpupack.compiled import PLACES, VECTOR32, VECTOR64, compiled, inlined
+from gpupack.core import layout as L
+from gpupack.core.jit import PLACES, VECTOR32, VECTOR64, compiled, inlined
 
 
 @inlined

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpupack import layout as L
-from gpupack.errors import ConfigError, InputError
-from gpupack.packed import PackedStep
+from gpupack.core import layout as L
+from gpupack.core.errors import ConfigError, InputError
+from gpupack.core.packed_output import PackedStep
 from gpupack.wire.codec import check_max_frame_bytes
 from gpupack.wire.copying import copy_sections
 from gpupack.wire.frame import (

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack import layout as L
-from gpupack.errors import FrameTooLargeError
-from gpupack.wire.side import SideRecord, decode_side
+from gpupack.core import layout as L
+from gpupack.core.errors import FrameTooLargeError
+from gpupack.wire.metadata import SideRecord, decode_side
 
 MAGIC = b"GPKF"
 VERSION = 2

@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from gpupack import layout as L
-from gpupack.errors import (
+from gpupack.core import layout as L
+from gpupack.core.errors import (
     FrameMagicError,
     FrameSectionError,
     FrameTruncatedError,

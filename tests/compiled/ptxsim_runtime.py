@@ -16,8 +16,8 @@ import torch
 from guarded import GuardedMemory
 from torch import Tensor
 
-from gpupack import layout as L
-from gpupack.device.host_runtime import HostRuntime
+from gpupack.backends.cuda.host_runtime import HostRuntime
+from gpupack.core import layout as L
 
 ROOT = Path(__file__).resolve().parents[2]
 PTXSIM = Path(os.environ.get("PTXSIM", ROOT.parent / "shared" / "ptxsim"))

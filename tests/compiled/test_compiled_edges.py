@@ -9,9 +9,9 @@ import pytest
 from ptxsim_runtime import PtxSimRuntime, compiled
 from twins import Case, Twins
 
-from gpupack import layout as L
-from gpupack.config import PackerConfig
-from gpupack.errors import StepFailedError
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.errors import StepFailedError
 
 CASE = Case(PackerConfig(vocab_size=60, capacity=40, window=8, max_accept=2), 16, 1)
 

@@ -22,8 +22,8 @@ from gpupack.kernels.gather_rows import THREADS, TILE, gather_rows_kernel, gathe
 from ptxsim import MemoryFault, RaceError
 from ptxsim_runtime import PtxSimRuntime
 
-from gpupack import layout as L
-from gpupack.embeddings import EmbeddingGather
+from gpupack.core import layout as L
+from gpupack.streamer.embeddings import EmbeddingGather
 
 ROUNDS = 4 if int(os.environ.get("GPUPACK_BATCHES", "540")) < 1000 else 40
 ARCHS = (80, 90, 100)

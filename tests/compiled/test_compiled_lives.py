@@ -13,7 +13,7 @@ from gpupack.kernels.launch import BLOCK, THREADS
 from ptxsim_runtime import PtxSimRuntime
 from twins import Case, Twins
 
-from gpupack.config import EmitPolicy, PackerConfig
+from gpupack.core.config import EmitPolicy, PackerConfig
 
 BATCHES = int(os.environ.get("GPUPACK_BATCHES", "540"))
 ARCHS = (80, 90, 100)

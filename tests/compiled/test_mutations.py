@@ -15,8 +15,8 @@ from gpupack.kernels import inputs, items, pack, rule, scan
 from ptxsim import DeadlockError, MemoryFault, RaceError
 from twins import Case, Twins
 
-from gpupack.config import PackerConfig
-from gpupack.errors import StepFailedError
+from gpupack.core.config import PackerConfig
+from gpupack.core.errors import StepFailedError
 
 CONFIG = PackerConfig(
     vocab_size=60, eos_token_ids=(2, 7), capacity=75, window=8, max_accept=2, max_top_logprobs=2,

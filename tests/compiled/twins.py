@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from ptxsim_runtime import reads_reused_slot
 
-from gpupack import layout as L
-from gpupack.backend_triton import TritonBackend
-from gpupack.config import PackerConfig
-from gpupack.control import Control
-from gpupack.packer import Packer, Ticket
-from gpupack.request import NO_LIMIT, Request
+from gpupack.backends.cuda.backend import TritonBackend
+from gpupack.core import layout as L
+from gpupack.core.config import PackerConfig
+from gpupack.core.request import NO_LIMIT, Request
+from gpupack.core.row_control import Control
+from gpupack.packer.packer import Packer, Ticket
 
 POISON = np.int32(0x7EADBEEF)
 ODD_BITS = np.array([0xFF800000, 0x7FC00000, 0xFFC01234, 0x7F800001, 0x80000000, 0x00000001], np.uint32)

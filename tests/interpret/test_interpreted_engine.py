@@ -10,9 +10,9 @@ import torch
 from test_engine_device import SLOTS, Req, result_of, small_packer, split
 
 from gpupack import Packer
-from gpupack import layout as L
-from gpupack.sglang.device_handles import PoolHandles
-from gpupack.sglang.device_tensors import step_inputs
+from gpupack.core import layout as L
+from gpupack.sglang.device.pool_handles import PoolHandles
+from gpupack.sglang.device.tensors import step_inputs
 
 ACCEPT = 4
 STRIDES = {"a token each": (1, 1), "verified": (ACCEPT + 1, ACCEPT)}  # of ids, of logprobs

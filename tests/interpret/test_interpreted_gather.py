@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from guarded import GuardedMemory
 
-from gpupack import layout as L
-from gpupack.errors import ReleasedError, StepFailedError
+from gpupack.core import layout as L
+from gpupack.core.errors import ReleasedError, StepFailedError
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Guarded:
     lanes: int = 32
 
     def __post_init__(self) -> None:
-        from gpupack.device.host_runtime import InterpreterRuntime
+        from gpupack.backends.cuda.host_runtime import InterpreterRuntime
 
         self._inner = InterpreterRuntime()
         self.device = self._inner.device
@@ -40,7 +40,7 @@ def test_widths_on_both_sides_of_a_tile_equal_the_reference(dtype: str, width: i
     from gather_cases import Source, gather_is_right
     from gpupack.kernels.gather_rows import gather_shape
 
-    from gpupack.embeddings import EmbeddingGather
+    from gpupack.streamer.embeddings import EmbeddingGather
 
     rng = np.random.default_rng(width)
     block = gather_shape(width).block
@@ -63,7 +63,7 @@ def test_rows_outside_the_source_are_left_alone(outside: int) -> None:
 def test_an_error_of_the_kernel_raises_at_the_wait_and_gives_the_buffer_back() -> None:
     from gather_cases import Source, gather_is_right
 
-    from gpupack.embeddings import EmbeddingGather
+    from gpupack.streamer.embeddings import EmbeddingGather
 
     source = Source("float32", 6, 4).tensor(np.random.default_rng(1))
     gather = EmbeddingGather(6, max_batch=4, device="interpret", buffers=1)
@@ -79,7 +79,7 @@ def test_an_error_of_the_kernel_raises_at_the_wait_and_gives_the_buffer_back() -
 
 
 def test_rows_on_the_host_are_taken_without_a_launch() -> None:
-    from gpupack.embeddings import EmbeddingGather
+    from gpupack.streamer.embeddings import EmbeddingGather
 
     runtime = Guarded()
     runtime.launch = None  # type: ignore[assignment, method-assign]  # calling it would raise
@@ -94,8 +94,8 @@ def test_embeddings_of_a_device_tensor_reach_the_receiver(tmp_path: Any, device:
     from gather_cases import Source, bits
 
     from gpupack import Packer, PackerConfig, Request
-    from gpupack.embeddings import EmbeddingGather
-    from gpupack.streamer import OutputStreamer
+    from gpupack.streamer.embeddings import EmbeddingGather
+    from gpupack.streamer.output_streamer import OutputStreamer
     from gpupack.transport.receiver import OutputReceiver
     from gpupack.transport.sender import OutputSender
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from strategies import Life, lives
 from test_lives import Harness, Play, Receiver
 
-from gpupack import layout as L
-from gpupack.config import EmitPolicy, PackerConfig
-from gpupack.control import Control
-from gpupack.device.host_runtime import InterpreterRuntime
-from gpupack.packer import Packer
-from gpupack.request import Request
+from gpupack.backends.cuda.host_runtime import InterpreterRuntime
+from gpupack.core import layout as L
+from gpupack.core.config import EmitPolicy, PackerConfig
+from gpupack.core.request import Request
+from gpupack.core.row_control import Control
+from gpupack.packer.packer import Packer
 
 LIVES = int(os.environ.get("GPUPACK_LIVES", "12"))
 GUARD = 64  # words around each arena
@@ -50,7 +50,7 @@ def harness(block: int) -> Harness:
     """Packers over the interpreted kernel with blocks of `block` rows."""
 
     def make(config: PackerConfig, **options: Any) -> Packer:
-        from gpupack.backend_triton import TritonBackend
+        from gpupack.backends.cuda.backend import TritonBackend
 
         packer = Packer(config, **options)
         packer.backend = TritonBackend(replace(config, device="interpret"), GuardedRuntime(), block=block)
@@ -115,7 +115,7 @@ def test_batches_on_both_sides_of_a_block_equal_the_cpu_loop(batch: int) -> None
 
 @pytest.mark.parametrize("logprobs", [None, np.zeros((2, 1), np.float32)], ids=["token_ids", "logprobs"])
 def test_an_accept_length_beyond_the_inputs_width_is_impossible(logprobs: Any) -> None:
-    from gpupack.errors import StepFailedError
+    from gpupack.core.errors import StepFailedError
 
     packer = harness(16).make(PackerConfig(50, capacity=4, window=8, max_accept=3))
     handles = packer.admit([Request("a"), Request("b", return_logprob=logprobs is not None)])
@@ -126,7 +126,7 @@ def test_an_accept_length_beyond_the_inputs_width_is_impossible(logprobs: Any) -
 
 
 def test_an_impossible_accept_length_raises_at_the_take_in_and_closes_the_packer() -> None:
-    from gpupack.errors import ClosedError, StepFailedError
+    from gpupack.core.errors import ClosedError, StepFailedError
 
     packer = harness(16).make(PackerConfig(50, capacity=4, window=8, max_accept=2))
     handles = packer.admit([Request("a"), Request("b")])
@@ -148,7 +148,7 @@ BAD_CONTROL = {
 
 @pytest.mark.parametrize("name", BAD_CONTROL)
 def test_control_that_is_wrong_whatever_the_request_is_refused(name: str) -> None:
-    from gpupack.errors import InputError
+    from gpupack.core.errors import InputError
 
     packer = harness(16).make(PackerConfig(50, capacity=4, window=8))
     handles = packer.admit([Request("a"), Request("b")])
@@ -162,7 +162,7 @@ def test_control_that_is_wrong_whatever_the_request_is_refused(name: str) -> Non
 
 @pytest.mark.parametrize("asked", ["an end behind the output", "a backlog beyond the window"])
 def test_control_that_does_not_fit_a_length_is_an_error_of_the_step(asked: str) -> None:
-    from gpupack.errors import StepFailedError
+    from gpupack.core.errors import StepFailedError
 
     packer = harness(16).make(PackerConfig(50, capacity=4, window=4))
     handles = packer.admit([Request("a"), Request("b")])
@@ -180,7 +180,7 @@ def test_control_that_does_not_fit_a_length_is_an_error_of_the_step(asked: str) 
 
 @pytest.mark.parametrize("stray", [1, 2, 3])
 def test_a_launch_that_nobody_prepared_does_nothing_and_is_noticed(stray: int) -> None:
-    from gpupack.errors import StepFailedError
+    from gpupack.core.errors import StepFailedError
 
     packer = harness(16).make(PackerConfig(50, capacity=4, window=8))
     handles = packer.admit([Request("a"), Request("b")])
@@ -195,7 +195,7 @@ def test_a_launch_that_nobody_prepared_does_nothing_and_is_noticed(stray: int) -
 
 
 def test_a_launch_that_is_too_small_for_its_batch_is_an_error_of_the_step() -> None:
-    from gpupack.errors import StepFailedError
+    from gpupack.core.errors import StepFailedError
 
     packer = harness(2).make(PackerConfig(50, capacity=8, window=8))
     handles = packer.admit([Request(f"r{i}") for i in range(5)])

@@ -8,8 +8,8 @@ import numpy as np
 from life import MAX_ACCEPT, Part, Step
 from told import reason_of
 
-from gpupack import layout as L
-from gpupack.control import Control
+from gpupack.core import layout as L
+from gpupack.core.row_control import Control
 
 MAX_TOP, MAX_IDS = 5, 3
 POISON = 123_456

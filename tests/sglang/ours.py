@@ -13,8 +13,8 @@ from real import NEWER, Setting
 from told import Told, counts_of, reason_of, request_of
 
 from gpupack import EmitPolicy, OutputReceiver, OutputSender, OutputStreamer, Packer, PackerConfig, Request
-from gpupack.columns import OutputColumns
-from gpupack.control import Control
+from gpupack.core.row_control import Control
+from gpupack.transport.message_columns import OutputColumns
 
 CAPACITY, WINDOW = 64, 512
 PRESET = EmitPolicy.sglang_0_5_23() if NEWER else EmitPolicy.sglang_0_5_16()

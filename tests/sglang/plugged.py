@@ -8,9 +8,9 @@ from typing import Any
 
 from real import VERSION, RealStreamer, Setting, output_streamer
 
-from gpupack.sglang.host_streamer import streamer_class
-from gpupack.sglang.native_receiver import NativeReceiver
+from gpupack.sglang.receiver import NativeReceiver
 from gpupack.sglang.settings import Settings
+from gpupack.sglang.streamer import streamer_class
 from gpupack.sglang.versions import VERSIONS
 from gpupack.wire.frame import MAGIC
 

@@ -12,7 +12,7 @@ from told import request_of
 from trio import make, take
 
 from gpupack import OutputStreamer, Packer, PackerConfig
-from gpupack.errors import CrashRequestedError
+from gpupack.core.errors import CrashRequestedError
 
 CRASH = "SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS"
 

@@ -12,8 +12,8 @@ from plugged import plugged
 from real import NEWER, RealStreamer, Setting
 from sampled import Sampled
 
-from gpupack.sglang.device_backend import ELSEWHERE, OUTSIDE
-from gpupack.sglang.shadow import differences
+from gpupack.sglang.device.backend import ELSEWHERE, OUTSIDE
+from gpupack.sglang.verify import differences
 
 pytestmark = pytest.mark.skipif(not NEWER, reason="the device backend is for 0.5.23")
 

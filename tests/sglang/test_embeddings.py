@@ -16,9 +16,9 @@ from tally import TALLY
 from told import Told, counts_of, reason_of, request_of
 
 from gpupack import EmitPolicy
-from gpupack.columns import EmbeddingColumns
-from gpupack.embeddings import EmbeddingGather
 from gpupack.sglang.payload import Payloads
+from gpupack.streamer.embeddings import EmbeddingGather
+from gpupack.transport.message_columns import EmbeddingColumns
 
 STEPS = int(os.environ.get("GPUPACK_SGLANG_STEPS", "500")) // 10
 WIDTH = 5

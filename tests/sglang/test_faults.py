@@ -7,7 +7,7 @@ from life import Part
 from real import NEWER, Setting
 from trio import Trio, make, take
 
-from gpupack.layout import ROW_RESTARTED
+from gpupack.core.layout import ROW_RESTARTED
 
 
 def rows_at(folder, lengths, *, stream=True, interval=4, verify=False):

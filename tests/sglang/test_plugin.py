@@ -11,7 +11,7 @@ from life import Life
 from plugged import plugged
 from real import NEWER, VERSION, RealStreamer, Setting, output_streamer
 
-from gpupack.sglang.shadow import differences
+from gpupack.sglang.verify import differences
 from gpupack.sglang.versions import VERSIONS
 
 STEPS = int(os.environ.get("GPUPACK_SGLANG_STEPS", "500"))

@@ -8,8 +8,8 @@ from plugged import plugged
 from real import NEWER, Setting, io_struct
 from trio import make, take
 
-from gpupack.errors import WireError
-from gpupack.sglang.native_receiver import NativeReceiver
+from gpupack.core.errors import WireError
+from gpupack.sglang.receiver import NativeReceiver
 from gpupack.wire.frame import MAGIC
 
 

@@ -11,8 +11,8 @@ from real import Setting
 
 from gpupack import Request
 from gpupack.sglang.payload import time_stats_bytes
-from gpupack.side.cached_tokens import cached_tokens_details
-from gpupack.wire.side import InputLogprobs
+from gpupack.streamer.cached_tokens import cached_tokens_details
+from gpupack.wire.metadata import InputLogprobs
 
 INPUT = ("token_logprobs_val", "token_logprobs_idx", "top_logprobs_val", "top_logprobs_idx", "token_ids_logprobs_val",
          "token_ids_logprobs_idx")  # fmt: skip

@@ -1,0 +1,1 @@
+"""One step of a batch, on the CPU or on a GPU."""

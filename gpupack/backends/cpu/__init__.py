@@ -1,0 +1,1 @@
+"""The CPU backend: one compiled loop over the batch."""

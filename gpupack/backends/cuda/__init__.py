@@ -1,0 +1,1 @@
+"""The CUDA backend: device memory, launches, events and buffers."""

@@ -1,0 +1,1 @@
+"""Ground floor: errors, configuration, layouts and records; imports nothing else of gpupack."""

@@ -1,0 +1,1 @@
+"""Packer: the life of requests and steps over one backend."""

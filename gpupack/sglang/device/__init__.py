@@ -1,0 +1,1 @@
+"""The device backend of the plugin: packs on the engine's own stream."""

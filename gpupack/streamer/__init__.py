@@ -1,0 +1,1 @@
+"""OutputStreamer: the library's own output path, from packed steps to frames."""

@@ -1,0 +1,1 @@
+"""Text from tokens: stop strings and incremental decoding."""
