@@ -426,7 +426,7 @@ def test_with_overlap_a_step_is_enqueued_at_the_relay_and_committed_before_the_c
     scheduler, result = scheduler_of(engine, overlap=True), result_of(torch.tensor([5]))
     assert around_relay(lambda *_: "relayed", scheduler, batch_of(engine), None, result) == "relayed"
     assert result.gpupack.ticket is None
-    around_copying(lambda given: given.gpupack.packer.pending_step.ready(), None, result)
+    around_copying(lambda given: given.gpupack.ticket.ready(), None, result)
     assert engine.process(batch_of(engine), result) == [5]
 
 
