@@ -19,9 +19,9 @@ from gpupack.sglang.column_lists import logprob_lists, token_lists
 from gpupack.sglang.device.backend import ELSEWHERE, FAILED, OUTSIDE, DeviceBackend
 from gpupack.sglang.device.backlog import RECORD_WINDOW, WINDOW, Backlog
 from gpupack.sglang.device.hooks import around_copying, around_process, around_relay, around_settled
-from gpupack.sglang.device.pool_handles import NotPacked, PoolHandles
+from gpupack.sglang.device.pool_handles import PoolHandles, UnsupportedByDevice
 from gpupack.sglang.device.tensors import copy_top_logprobs, step_inputs, unsplit
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.request_states import RequestStates
 from gpupack.sglang.stats import Stats
 
 SLOTS = 8
@@ -119,7 +119,7 @@ def test_ids_and_logprobs_of_a_verify_step_have_strides_of_their_own():
     assert inputs["top_logprobs_val"].shape == inputs["top_logprobs_idx"].shape == (2, 3, 2)
     assert set(step_inputs(result, 2, False, 0)) == {"token_ids", "accept_lens"}
     result.speculative_output_stride = 5
-    with pytest.raises(NotPacked, match="unknown shape"):
+    with pytest.raises(UnsupportedByDevice, match="unknown shape"):
         step_inputs(result, 2, False, 0)
 
 
@@ -134,7 +134,7 @@ def test_ids_and_logprobs_of_a_verify_step_have_strides_of_their_own():
     ],
 )
 def test_what_is_not_there_is_said(result, why):
-    with pytest.raises(NotPacked, match=why):
+    with pytest.raises(UnsupportedByDevice, match=why):
         step_inputs(result, 2, True, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_request_that_cannot_be_packed_is_named_until_its_index_is_given_again
     handles = PoolHandles(small_packer(), generations)
     indices = np.array([1, 2])
     for _ in range(2):
-        with pytest.raises(NotPacked, match=why):
+        with pytest.raises(UnsupportedByDevice, match=why):
             handles.of([Req(), req], indices)
     generations[2] += 1
     assert len(handles.of([Req(), Req()], indices)) == 2
@@ -201,12 +201,12 @@ STEP = st.tuples(
 @given(steps=st.lists(STEP, max_size=30), seed=st.integers(0, 99))
 def test_the_backlog_has_what_the_engine_committed_or_says_that_it_has_not(steps, seed):
     rng = np.random.default_rng(seed)
-    packer, roster = small_packer(3), Roster(2)
+    packer, request_states = small_packer(3), RequestStates(2)
     reqs = [Req("a"), Req("b", scores=True), Req("c", scores=True, top=2)]
     handles = PoolHandles(packer, np.ones(SLOTS, np.int64)).of(reqs, np.arange(1, 4))
-    backlog, said = Backlog(roster), [[], [], []]
+    backlog, said = Backlog(request_states), [[], [], []]
     sent, first = [0, 0, 0], [0, 0, 0]
-    backlog.meet(roster.group_of(reqs))
+    backlog.meet(request_states.membership_of(reqs))
     for accepts, discards, packs, sends in steps:
         ids = rng.integers(0, 99, (3, 3))
         scores = rng.standard_normal((3, 3), np.float32)
@@ -219,7 +219,7 @@ def test_the_backlog_has_what_the_engine_committed_or_says_that_it_has_not(steps
             for j in range(max(accepts[i] - discards[i], 0)):
                 req.output_ids.append(int(ids[i, j]))
                 said[i].append((ids[i, j], scores[i, j], top[i, j, :2].tolist(), idx[i, j, :2].tolist()))
-        batch = Batch(reqs, True, None, roster)
+        batch = Batch(reqs, True, None, request_states)
         grown = [len(req.output_ids) for req in reqs]
         before = backlog._kept[batch.slots, 1].tolist()
         lost = backlog.take(batch.slots, batch.lens, packed if packs else None)
@@ -255,17 +255,17 @@ def check(items, reqs, expected):
 
 @pytest.mark.parametrize(("top", "window"), [(0, WINDOW), (1, RECORD_WINDOW)])
 def test_a_backlog_longer_than_its_window_is_not_given_in_part(top, window):
-    packer, roster = small_packer(), Roster(1)
+    packer, request_states = small_packer(), RequestStates(1)
     req = Req(scores=True, top=top)
     handle = PoolHandles(packer, np.ones(SLOTS, np.int64)).of([req], np.array([1]))
-    backlog = Backlog(roster)
-    backlog.meet(roster.group_of([req]))
+    backlog = Backlog(request_states)
+    backlog.meet(request_states.membership_of([req]))
     one = {"logprobs": np.zeros(1, np.float32), "top_logprobs_val": np.zeros((1, 1), np.float32),
            "top_logprobs_idx": np.zeros((1, 1), np.int64)}  # fmt: skip
     for n in range(1, window + 2):
         packed = packer.append(handle, np.array([n]), **one).wait()
         req.output_ids.append(n)
-        batch = Batch([req], True, None, roster)
+        batch = Batch([req], True, None, request_states)
         backlog.take(batch.slots, batch.lens, packed)
         packed.release()
         rows = np.array([[0, batch.slots[0], 0, n, 0, n, 0]], np.int32).T.copy()
@@ -282,7 +282,7 @@ class Engine:
     """A scheduler's part in it: one request, a token a step, each sent."""
 
     def __init__(self, sender=None, **scheduler):
-        self.roster, self.stats = Roster(1), Stats("test")
+        self.request_states, self.stats = RequestStates(1), Stats("test")
         self.req, self.sent = Req(), 0
         known = {
             "enable_async_d2h_copy": False,
@@ -293,7 +293,7 @@ class Engine:
             "req_to_token_pool": SimpleNamespace(req_generation=torch.ones(SLOTS, dtype=torch.int64)),
         }
         scheduler = SimpleNamespace(**known | scheduler)
-        self.device = DeviceBackend(scheduler, sender or object(), self.roster, self.stats)
+        self.device = DeviceBackend(scheduler, sender or object(), self.request_states, self.stats)
 
     def launch(self, token=5, copied=True):
         batch = SimpleNamespace(reqs=[self.req], req_pool_indices_cpu=torch.tensor([2]))
@@ -309,7 +309,7 @@ class Engine:
         return self.stream(batch.reqs)
 
     def stream(self, reqs):
-        batch = Batch(reqs, False, None, self.roster)
+        batch = Batch(reqs, False, None, self.request_states)
         end = len(self.req.output_ids)
         rows = np.array([[0, batch.slots[0], self.sent, end, 0, 0, 0]], np.int32).T.copy()
         items = self.device.items(batch, rows)
@@ -355,7 +355,7 @@ def test_tokens_that_went_another_way_are_not_kept():
     assert engine.stream([engine.req]) is None
     assert engine.process(*engine.launch(3)) == [3]
     engine.req.output_ids.append(4)
-    engine.device.passed([engine.req], engine.roster.slots_of([engine.req]))  # by the engine's own streamer
+    engine.device.passed([engine.req], engine.request_states.slots_of([engine.req]))  # by the engine's own streamer
     engine.sent += 1
     assert engine.process(*engine.launch(5)) == [5]
     assert engine.stats.unpacked == {OUTSIDE: 1}

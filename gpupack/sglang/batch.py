@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import emit_rule as C
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.request_states import RequestStates
 
 _NONE8 = np.empty(0, np.uint8)
 
@@ -19,38 +19,38 @@ class Batch:
 
     Attributes
     ----------
-    group
+    membership
         What stays as it is of the requests; `slots` int32 `[n]` is from there.
     lens
         int32 `[n]`.
     ids
         The requests' own output ids.
     ends
-        int32 `[n]`: where the output of a finished request ends, else `cursors.RUNNING`, or `cursors.LATE` for one
+        int32 `[n]`: where the output of a finished request ends, else `emit_rule.RUNNING`, or `emit_rule.LATE` for one
         whose final row has gone out.
     odd
         Requests of which there is more to say than of one that decodes: finished, once retracted, with reasoning
         tokens or customized info.
     facts
-        int64 `[cursors.FACTS]`: what `cursors.advance` said of the rows.
+        int64 `[cursors.FACTS]`: what `emit_rule.advance` said of the rows.
     retracted
         uint8 `[n]`, or empty where nobody looks at it.
     skipped
         Row of the request to leave alone, or -1.
     wanted
-        Bits of `roster.WANTED` that a request of the batch asked for, the skipped one aside.
+        Bits of `request_states.WANTED` that a request of the batch asked for, the skipped one aside.
     """
 
     __slots__ = (
-        "ends", "facts", "final", "group", "ids", "lens", "odd", "reqs", "retracted", "return_logprob",
+        "ends", "facts", "final", "ids", "lens", "membership", "odd", "reqs", "retracted", "return_logprob",
         "skipped", "slots", "wanted",
     )  # fmt: skip
 
-    def __init__(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, roster: Roster) -> None:
+    def __init__(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, request_states: RequestStates) -> None:
         self.reqs = reqs
         self.return_logprob = return_logprob
-        self.group = roster.group_of(reqs)
-        self.slots = self.group.slots
+        self.membership = request_states.membership_of(reqs)
+        self.slots = self.membership.slots
         self.facts = np.zeros(C.FACTS, np.int64)
         self.ids = [req.output_ids for req in reqs]
         self.lens = np.fromiter(map(len, self.ids), np.int32, len(reqs))
@@ -70,7 +70,7 @@ class Batch:
         self.retracted = _NONE8
         if self.odd:
             self._take_odd()
-        wanted = self.group.wanted
+        wanted = self.membership.wanted
         if self.skipped >= 0:
             wanted = np.delete(wanted, self.skipped)
         self.wanted = int(np.bitwise_or.reduce(wanted, initial=0))

@@ -1,4 +1,4 @@
-"""Group: the requests of a batch, and what stays as it is of them while the batch is the same."""
+"""BatchMembership: the requests of a batch, and what stays as it is of them while the batch is the same."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Group:
-    """Made by `Roster.group_of`; a request's slot is its place in the roster.
+class BatchMembership:
+    """Made by `RequestStates.membership_of`; a request's slot is its place in RequestStates.
 
     Attributes
     ----------
     reqs
         The requests, kept alive.
     slots, generation
-        int32 `[n]`; see Roster.
+        int32 `[n]`; see RequestStates.
     why
         Reason for which one of them goes through the engine's own streamer; None: all are covered.
     wanted
-        uint8 `[n]`, see Roster.
+        uint8 `[n]`, see RequestStates.
     widths
-        int32 `[n, 2]`, see Roster.
+        int32 `[n, 2]`, see RequestStates.
     width
         The row of `widths` that is every request's, all of which want logprobs; None: they differ.
-    settled, told
-        Every request's columns of SETTLED stand; every request's input logprobs have been sent, or will not be.
+    prefill_known, input_logprobs_sent
+        Every request's columns of PREFILL_COLUMNS stand; every request's input logprobs have been sent, or will not be.
     """
 
-    __slots__ = ("generation", "reqs", "settled", "slots", "told", "wanted", "why", "width", "widths")
+    __slots__ = (
+        "generation",
+        "input_logprobs_sent",
+        "prefill_known",
+        "reqs",
+        "slots",
+        "wanted",
+        "why",
+        "width",
+        "widths",
+    )
 
     def __init__(
         self,
@@ -46,4 +56,4 @@ class Group:
         self.wanted, self.widths = wanted, widths
         same = scored and len(reqs) and bool((widths == widths[0]).all())
         self.width: tuple[int, int] | None = tuple(widths[0].tolist()) if same else None
-        self.settled = self.told = False
+        self.prefill_known = self.input_logprobs_sent = False

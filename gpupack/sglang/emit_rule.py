@@ -28,7 +28,7 @@ BATCH_INDEX, SLOT, TOKEN_BEGIN, TOKEN_END, LOGPROB_BEGIN, LOGPROB_END, FIRST = r
 ROW_WIDTH = 7
 
 # What `advance` says of all rows together.
-TOKENS, USUAL, USUAL_SCORES, BACKLOG = range(4)
+TOKENS, ONE_TOKEN, ONE_LOGPROB, BACKLOG = range(4)
 """Tokens in the rows; whether each row is the last id of its list and no more, as after a decode step; whether
 each has one logprob; whether one has logprobs of tokens that were sent before."""
 FACTS = 4
@@ -62,7 +62,7 @@ def find_due(cursors, slots, lens, ends, skipped, interval, force_interval, poli
 )
 def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows, facts):
     """Write the rows that send and move their cursors; returns how many. `scores`: logprobs go with this batch."""
-    count, tokens, usual, usual_scores, backlog = 0, 0, True, scores, False
+    count, tokens, one_token, one_logprob, backlog = 0, 0, True, scores, False
     for i in range(slots.shape[0]):
         if actions[i] != SENDS:
             continue
@@ -74,7 +74,7 @@ def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows
         rows[TOKEN_END, count] = end
         rows[FIRST, count] = cursors[slot, OPENED] == 0
         tokens += max(end - cursors[slot, TOKEN_CURSOR], 0)
-        usual &= end == cursors[slot, TOKEN_CURSOR] + 1 and end == lens[i]
+        one_token &= end == cursors[slot, TOKEN_CURSOR] + 1 and end == lens[i]
         cursors[slot, TOKEN_CURSOR] = end
         cursors[slot, OPENED] = 1
         if scores and cursors[slot, FLAGS] & L.STATE_LOGPROBS:
@@ -82,11 +82,11 @@ def advance(cursors, slots, lens, ends, actions, retracted, scores, policy, rows
                 end = max(end, 1)
             rows[LOGPROB_BEGIN, count] = cursors[slot, LOGPROB_CURSOR]
             rows[LOGPROB_END, count] = end
-            usual_scores &= end == cursors[slot, LOGPROB_CURSOR] + 1
+            one_logprob &= end == cursors[slot, LOGPROB_CURSOR] + 1
             backlog |= cursors[slot, LOGPROB_CURSOR] < rows[TOKEN_BEGIN, count]
             cursors[slot, LOGPROB_CURSOR] = end
         else:
-            usual_scores = False
+            one_logprob = False
         count += 1
-    facts[TOKENS], facts[USUAL], facts[USUAL_SCORES], facts[BACKLOG] = tokens, usual, usual_scores, backlog
+    facts[TOKENS], facts[ONE_TOKEN], facts[ONE_LOGPROB], facts[BACKLOG] = tokens, one_token, one_logprob, backlog
     return count

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from gpupack.core import layout as L
 from gpupack.sglang import emit_rule as C
 from gpupack.sglang.columns import Int32, Items, Scores
-from gpupack.sglang.decode_columns import UsualScores, usual_scores
-from gpupack.sglang.output_rows import Sending
+from gpupack.sglang.decode_columns import DecodeLogprobs, decode_logprobs
+from gpupack.sglang.output_rows import OutputRows
 
 
-def token_items(sending: Sending) -> Items:
+def token_items(out: OutputRows) -> Items:
     """What each row has of its output ids. OverflowError for an id that does not fit into 32 bits."""
-    batch, rows, ids = sending.batch, sending.rows, sending.ids
-    if sending.packed is not None:
-        return sending.packed.tokens
-    if batch.facts[C.USUAL]:
+    batch, rows, ids = out.batch, out.rows, out.ids
+    if out.packed is not None:
+        return out.packed.tokens
+    if batch.facts[C.ONE_TOKEN]:
         return Items(np.arange(len(ids) + 1, dtype=np.int32), np.array([one[-1] for one in ids], np.int32))
     begins, ends = rows[C.TOKEN_BEGIN], rows[C.TOKEN_END]
     cut = [one[begin:end] for one, begin, end in zip(ids, begins.tolist(), ends.tolist(), strict=True)]
@@ -31,17 +31,17 @@ def token_items(sending: Sending) -> Items:
     return Items(_indptr(np.maximum(ends - begins, 0)), narrow)
 
 
-def logprob_items(sending: Sending, widths: Int32) -> Scores:
+def logprob_items(out: OutputRows, widths: Int32) -> Scores:
     """The logprobs of each row, so far as there are any, and their records.
 
     `widths` int32 `[rows, 2]`: top and token-ids logprobs a position that each request asked for.
     """
-    if sending.packed is not None:
-        return sending.packed.scores
-    usual = usual_scores(sending)
-    if usual is not None:
-        return _usual(usual)
-    reqs, rows = sending.reqs, sending.rows
+    if out.packed is not None:
+        return out.packed.scores
+    scores = decode_logprobs(out)
+    if scores is not None:
+        return _one_each(scores)
+    reqs, rows = out.reqs, out.rows
     cuts = list(map(slice, rows[C.LOGPROB_BEGIN].tolist(), rows[C.LOGPROB_END].tolist()))
     logs = [req.logprob if req.return_logprob else None for req in reqs]
     values = [() if log is None else log.output_token_logprobs_val[cut] for log, cut in zip(logs, cuts, strict=True)]
@@ -63,7 +63,7 @@ def logprob_items(sending: Sending, widths: Int32) -> Scores:
     return Scores(_indptr(lengths), logprobs, indptr, families)
 
 
-def _usual(scores: UsualScores) -> Scores:
+def _one_each(scores: DecodeLogprobs) -> Scores:
     """One position a row."""
     rows, top = scores.top_values.shape
     indptr = np.arange(rows + 1, dtype=np.int32)
@@ -96,11 +96,11 @@ def _table(rows: list[list[list[Any]]], width: int, dtype: Any) -> NDArray[Any]:
     return np.array(list(chain.from_iterable(positions)), dtype).reshape(-1, width)
 
 
-def with_hidden(sending: Sending, flags: Int32, tokens: Items, scores: Scores) -> Items:
+def with_hidden(out: OutputRows, flags: Int32, tokens: Items, scores: Scores) -> Items:
     """Tokens with the one, not output, of each row that has a logprob at length 0; their rows are flagged."""
-    if sending.batch.facts[C.USUAL]:
+    if out.batch.facts[C.ONE_TOKEN]:
         return tokens
-    reqs, rows = sending.reqs, sending.rows
+    reqs, rows = out.reqs, out.rows
     hidden = np.flatnonzero((rows[C.TOKEN_END] == 0) & (np.diff(scores.indptr) == 1))
     hidden = hidden[[bool(len(reqs[row].output_ids)) for row in hidden.tolist()]] if len(hidden) else hidden
     if not len(hidden):

@@ -14,9 +14,9 @@ from gpupack.core.request import is_reason
 from gpupack.sglang import emit_rule as C
 from gpupack.sglang.frame_items import logprob_items, spec_counters, token_items, with_hidden
 from gpupack.sglang.frame_metadata import SideMaker
-from gpupack.sglang.output_rows import Sending
-from gpupack.sglang.request_states import WANTED, Roster
-from gpupack.sglang.sent_state import StreamState
+from gpupack.sglang.output_rows import OutputRows
+from gpupack.sglang.request_states import WANTED, RequestStates
+from gpupack.sglang.sent_state import SentState
 from gpupack.sglang.versions import EngineVersion
 from gpupack.wire.codec import encode_frame
 from gpupack.wire.frame import Frame
@@ -27,7 +27,7 @@ NO_RANK = 2**31 - 1  # an engine without data parallelism has none, and its mess
 _EMPTY = np.empty(0, np.int32)
 
 
-class CannotTravel(Exception):  # noqa: N818  (a way, not a fault: the batch goes as the engine's message)
+class UnsupportedByWire(Exception):  # noqa: N818  (a way, not a fault: the batch goes as the engine's message)
     """What a frame cannot carry of a batch."""
 
 
@@ -38,24 +38,24 @@ class FrameMaker:
     theirs go another way; they open again, resumed, with their next row.
     """
 
-    def __init__(self, streamer: Any, engine: EngineVersion, roster: Roster) -> None:
-        self._streamer, self._engine, self._roster = streamer, engine, roster
-        self._state = StreamState(roster)
-        self._side = SideMaker(streamer, engine, roster, self._state)
+    def __init__(self, streamer: Any, engine: EngineVersion, request_states: RequestStates) -> None:
+        self._streamer, self._engine, self._request_states = streamer, engine, request_states
+        self._state = SentState(request_states)
+        self._side = SideMaker(streamer, engine, request_states, self._state)
         self._spec = not streamer.spec_algorithm.is_none()
         self._step = 0
 
-    def make(self, sending: Sending) -> bytearray:
-        """The frame of the rows; CannotTravel, and nothing is noted, if it cannot carry them."""
-        reasons = _checked_reasons(sending)
-        opening = self._state.opening_rows(sending)
+    def make(self, out: OutputRows) -> bytearray:
+        """The frame of the rows; UnsupportedByWire, and nothing is noted, if it cannot carry them."""
+        reasons = _checked_reasons(out)
+        opening = self._state.opening_rows(out)
         try:
-            side, fresh = self._side.side(sending, opening, reasons)
-            made = encode_frame(self._frame(sending, opening, side))
+            side, fresh = self._side.side(out, opening, reasons)
+            made = encode_frame(self._frame(out, opening, side))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError, WireError) as error:
-            raise CannotTravel(f"values that a frame cannot carry ({type(error).__name__})") from None
-        self._state.note(sending, opening)
-        self._roster.tell_inputs(sending.reqs, sending.slots, fresh)
+            raise UnsupportedByWire(f"values that a frame cannot carry ({type(error).__name__})") from None
+        self._state.note(out, opening)
+        self._request_states.tell_inputs(out.reqs, out.slots, fresh)
         self._step += 1
         return made
 
@@ -66,21 +66,21 @@ class FrameMaker:
             return None
         return encode_frame(self._bare(idle=False, side=SideRecord(dropped=handles)))
 
-    def _frame(self, sending: Sending, opening: list[int], side: SideRecord) -> Frame:
-        rows, reqs, final, group = sending.rows, sending.reqs, sending.final, sending.batch.group
+    def _frame(self, out: OutputRows, opening: list[int], side: SideRecord) -> Frame:
+        rows, reqs, final, membership = out.rows, out.reqs, out.final, out.batch.membership
         frame = self._bare(idle=not reqs, side=side)
         flags = np.zeros(len(reqs), np.int32)
         flags[opening] = L.ROW_OPENING
         flags[final] |= FINAL
-        tokens, scores = token_items(sending), None
-        if sending.batch.return_logprob:
-            if sending.batch.facts[C.BACKLOG]:
-                self._check_backlog(sending, opening)
-            scores = logprob_items(sending, group.widths if sending.whole else self._roster.widths[sending.slots])
-            tokens = with_hidden(sending, flags, tokens, scores)
+        tokens, scores = token_items(out), None
+        if out.batch.return_logprob:
+            if out.batch.facts[C.BACKLOG]:
+                self._check_backlog(out, opening)
+            scores = logprob_items(out, membership.widths if out.whole else self._request_states.widths[out.slots])
+            tokens = with_hidden(out, flags, tokens, scores)
         return frame._replace(
-            slot=sending.slots,
-            generation=group.generation if sending.whole else self._roster.generation[sending.slots],
+            slot=out.slots,
+            generation=membership.generation if out.whole else self._request_states.generation[out.slots],
             flags=flags,
             visible_len=rows[C.TOKEN_END],
             match=np.zeros(len(reqs), np.int32) if final else None,
@@ -114,23 +114,23 @@ class FrameMaker:
             side=side,
         )
 
-    def _check_backlog(self, sending: Sending, opening: list[int]) -> None:
+    def _check_backlog(self, out: OutputRows, opening: list[int]) -> None:
         """The receiver knows a logprob's token by its place: it must have had the tokens on this stream."""
-        begins, ends = sending.rows[C.LOGPROB_BEGIN], sending.rows[C.LOGPROB_END]
-        if ((ends > begins) & (begins < self._state.begins(sending, opening))).any():
-            raise CannotTravel("logprobs of tokens that went as a message")
+        begins, ends = out.rows[C.LOGPROB_BEGIN], out.rows[C.LOGPROB_END]
+        if ((ends > begins) & (begins < self._state.begins(out, opening))).any():
+            raise UnsupportedByWire("logprobs of tokens that went as a message")
 
 
-def _checked_reasons(sending: Sending) -> dict[int, dict[str, Any]]:
-    """Finish reasons by row; CannotTravel if a frame cannot carry them, or something else of the batch."""
+def _checked_reasons(out: OutputRows) -> dict[int, dict[str, Any]]:
+    """Finish reasons by row; UnsupportedByWire if a frame cannot carry them, or something else of the batch."""
     for bit, name in enumerate(WANTED):
-        if sending.batch.wanted >> bit & 1:
-            raise CannotTravel(name.removeprefix("return_").replace("_", " "))
-    if sending.customized:
-        raise CannotTravel("customized info")
-    reasons = {row: _reason_of(sending.reqs[row]) for row in sending.final}
+        if out.batch.wanted >> bit & 1:
+            raise UnsupportedByWire(name.removeprefix("return_").replace("_", " "))
+    if out.customized:
+        raise UnsupportedByWire("customized info")
+    reasons = {row: _reason_of(out.reqs[row]) for row in out.final}
     if not all(map(is_reason, reasons.values())):
-        raise CannotTravel("a finish reason that a frame cannot carry")
+        raise UnsupportedByWire("a finish reason that a frame cannot carry")
     return reasons
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupack.sglang import emit_rule as C
-from gpupack.sglang.decode_columns import UsualScores, usual_scores, usual_tokens
+from gpupack.sglang.decode_columns import DecodeLogprobs, decode_logprobs, decode_tokens
 from gpupack.sglang.message import MessageMaker, output_logprobs
-from gpupack.sglang.output_rows import Sending
+from gpupack.sglang.output_rows import OutputRows
 from gpupack.sglang.request_states import KEPT
 
 UInt8 = NDArray[np.uint8]
@@ -58,24 +58,24 @@ class PickledMaker(MessageMaker):
         self._head = BEGIN + part(rebuild) + part(kind) + part(absent) + ITEMS
         self._kept_part: tuple[Any, bytes] = (None, b"")
 
-    def make(self, sending: Sending) -> bytes:
+    def make(self, out: OutputRows) -> bytes:
         """The pickle of the message; see MessageMaker."""
-        parts = [self._head, self._kept(sending)]
-        if sending.batch.facts[C.USUAL]:
-            tokens = usual_tokens(sending)
-            parts += self._usual_ids(sending, tokens)
-            columns = self.others(sending, [(token,) for token in tokens] if sending.customized else ())
+        parts = [self._head, self._kept(out)]
+        if out.batch.facts[C.ONE_TOKEN]:
+            tokens = decode_tokens(out)
+            parts += self._decode_ids(out, tokens)
+            columns = self.others(out, [(token,) for token in tokens] if out.customized else ())
         else:
-            output, decode = self.ids(sending)
+            output, decode = self.ids(out)
             parts += self._items({"output_ids": output})
-            columns = {"decode_ids": decode, **self.others(sending, output)}
-        if sending.batch.return_logprob:
-            columns.update(self.input_logprobs(sending))
-            usual = usual_scores(sending)
-            if usual is None:
-                columns.update(output_logprobs(sending))
+            columns = {"decode_ids": decode, **self.others(out, output)}
+        if out.batch.return_logprob:
+            columns.update(self.input_logprobs(out))
+            scores = decode_logprobs(out)
+            if scores is None:
+                columns.update(output_logprobs(out))
             else:
-                parts += self._usual_scores(usual)
+                parts += self._decode_logprobs(scores)
         parts += [*self._items(self.known(columns)), END]
         return b"".join(parts)
 
@@ -84,19 +84,19 @@ class PickledMaker(MessageMaker):
             yield self._keys[name]
             yield part(value)
 
-    def _kept(self, sending: Sending) -> bytes:
-        kept = self.kept(sending)
+    def _kept(self, out: OutputRows) -> bytes:
+        kept = self.kept(out)
         if kept is not self._kept_part[0]:
             columns = self.known(dict(zip(KEPT, kept, strict=True)))
             self._kept_part = (kept, b"".join(self._items(columns)))
         return self._kept_part[1]
 
-    def _usual_ids(self, sending: Sending, tokens: NDArray[np.int64]) -> list[bytes]:
+    def _decode_ids(self, out: OutputRows, tokens: NDArray[np.int64]) -> list[bytes]:
         rows = _rows(b"h\x00h\x01C\x08", tokens.astype("<i8").view(np.uint8).reshape(-1, 8), b"\x86R")
         output = rows.tobytes()
         decode, width, begun = [], rows.shape[1], 0
-        for row in np.flatnonzero(sending.rows[C.FIRST]).tolist():
-            decode += [output[begun * width : row * width], part(self.first_ids(sending, row)), ARRAY]
+        for row in np.flatnonzero(out.rows[C.FIRST]).tolist():
+            decode += [output[begun * width : row * width], part(self.first_ids(out, row)), ARRAY]
             begun = row + 1
         decode.append(output[begun * width :])
         return [
@@ -104,7 +104,7 @@ class PickledMaker(MessageMaker):
             self._keys["decode_ids"], LIST, *decode, LIST_END,
         ]  # fmt: skip
 
-    def _usual_scores(self, scores: UsualScores) -> list[bytes]:
+    def _decode_logprobs(self, scores: DecodeLogprobs) -> list[bytes]:
         rows, top = scores.top_values.shape
         empty = part([[]] * rows)
         columns = {  # what the engine's lists of one position look like, one after the other

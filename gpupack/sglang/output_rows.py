@@ -1,4 +1,4 @@
-"""Sending: the rows of one step on their way out."""
+"""OutputRows: the rows of one step on their way out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.columns import PackedItems
 
 
-class Sending(NamedTuple):
+class OutputRows(NamedTuple):
     """What the columns of a message or a frame are made from.
 
     Attributes
     ----------
     rows
-        int32 `[ROW_WIDTH, rows]` of `cursors.advance`; `slots` int32 `[rows]` is one of its columns.
+        int32 `[ROW_WIDTH, rows]` of `emit_rule.advance`; `slots` int32 `[rows]` is one of its columns.
     reqs, ids
         The requests of the rows, and their own output ids.
     final
@@ -42,15 +42,15 @@ class Sending(NamedTuple):
     packed: PackedItems | None
 
     @classmethod
-    def of(cls, batch: Batch, rows: NDArray[np.int32], final: list[int], packed: PackedItems | None) -> Sending:
-        """Rows of `cursors.advance`; `final` are those that are last."""
+    def of(cls, batch: Batch, rows: NDArray[np.int32], final: list[int], packed: PackedItems | None) -> OutputRows:
+        """Rows of `emit_rule.advance`; `final` are those that are last."""
         reqs, ids = batch.rows_of(rows)
         whole = len(reqs) == len(batch.reqs)
         return cls(batch, rows, rows[C.SLOT], reqs, ids, final, batch.odd_rows(rows), whole, packed)
 
     @property
     def stale(self) -> list[int]:
-        """Rows whose settled columns may have changed."""
+        """Rows whose prefill columns may have changed."""
         return [
             row for row in self.odd if self.reqs[row].retraction_count or self.reqs[row].finished_reason is not None
         ]

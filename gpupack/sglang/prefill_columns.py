@@ -1,4 +1,4 @@
-"""Settle: what of a request a prefill settles, read from it."""
+"""PrefillColumns: what of a request a prefill settles, read from it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Any
 
 
-class Settle:
-    """Reads the columns of `roster.SETTLED`.
+class PrefillColumns:
+    """Reads the columns of `request_states.PREFILL_COLUMNS`.
 
     Time stats that say nothing (metrics are off) are one shared record: the engine makes nothing of each of
     them on the way out and nothing back, at a cost that is higher than that of everything else in a row.
@@ -19,7 +19,7 @@ class Settle:
         self._nothing = import_module("sglang.srt.observability.req_time_stats").SchedulerReqTimeStats()
 
     def columns(self, req: Any) -> tuple[Any, ...]:
-        """Values in the order of `roster.SETTLED`."""
+        """Values in the order of `request_states.PREFILL_COLUMNS`."""
         return (
             len(req.origin_input_ids),
             req.cached_tokens,

@@ -1,4 +1,4 @@
-"""Roster: the engine's requests by slot, with what of them rarely or never changes."""
+"""RequestStates: the engine's requests by slot, with what of them rarely or never changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from gpupack.core import layout as L
 from gpupack.sglang import emit_rule as C
-from gpupack.sglang.batch_membership import Group
-from gpupack.sglang.unsupported import why_uncovered
+from gpupack.sglang.batch_membership import BatchMembership
+from gpupack.sglang.unsupported import why_unsupported
 
 STATIC = (
     "rids",
@@ -26,7 +26,7 @@ STATIC = (
 )
 """Columns that stay as they are for the whole life of a request."""
 
-SETTLED = (
+PREFILL_COLUMNS = (
     "prompt_tokens",
     "cached_tokens",
     "cached_tokens_details",
@@ -36,15 +36,15 @@ SETTLED = (
     "retraction_counts",
     "time_stats",
 )
-"""Columns that a prefill settles: they are read again with each row until one has gone out, after a retraction
+"""Columns that a prefill sets: they are read again with each row until one has gone out, after a retraction
 with every row, and with the final one."""
 
-KEPT = STATIC + SETTLED
+KEPT = STATIC + PREFILL_COLUMNS
 PROMPT_TAIL = 5  # prompt tokens that a first row's decode ids begin with
 WANTED = ("return_hidden_states", "return_routed_experts", "return_indexer_topk")
 
 
-class Roster:
+class RequestStates:
     """Slots of requests: given when one is first seen, taken back when the engine lets go of it.
 
     The engine says of no request that it is gone (one that is aborted in the queue just disappears), so a
@@ -53,19 +53,19 @@ class Roster:
     Attributes
     ----------
     cursors
-        int32 `[slots, CURSOR_WIDTH]`, see `cursors.py`. A request's own fields are behind them; `flush` brings
+        int32 `[slots, CURSOR_WIDTH]`, see `emit_rule.py`. A request's own fields are behind them; `flush` brings
         those up to date, `reload` takes what they say.
     kept
         object `[len(KEPT), slots]`, the columns of KEPT.
-    settled
-        bool `[slots]`: the columns of SETTLED stand.
+    prefill_known
+        bool `[slots]`: the columns of PREFILL_COLUMNS have been read.
     generation
         int32 `[slots]`: how many requests a slot has had.
     wanted
         uint8 `[slots]`: a bit for each of WANTED.
     widths
         int32 `[slots, 2]`: top and token-ids logprobs a position that a request asked for.
-    told
+    input_logprobs_sent
         bool `[slots]`: input logprobs have been sent, or were not asked for.
     why
         Reason by slot for which a request goes through the engine's own streamer; None: it is covered.
@@ -74,69 +74,71 @@ class Roster:
     def __init__(self, slots: int = 64) -> None:
         self.cursors = np.zeros((slots, C.CURSOR_WIDTH), np.int32)
         self.kept = np.full((len(KEPT), slots), None, object)
-        self.settled = np.zeros(slots, np.bool_)
+        self.prefill_known = np.zeros(slots, np.bool_)
         self.generation = np.zeros(slots, np.int32)
         self.wanted = np.zeros(slots, np.uint8)
-        self.uncovered = np.zeros(slots, np.bool_)
+        self.unsupported = np.zeros(slots, np.bool_)
         self.widths = np.zeros((slots, 2), np.int32)
-        self.told = np.zeros(slots, np.bool_)
+        self.input_logprobs_sent = np.zeros(slots, np.bool_)
         self.why: list[str | None] = [None] * slots
         self._slot_of: dict[int, int] = {}
         self._references: list[Any] = [None] * slots
         self._free = list(range(slots - 1, -1, -1))
-        self._group = self._made([], np.empty(0, np.int32))
+        self._membership = self._made([], np.empty(0, np.int32))
 
-    def group_of(self, reqs: Sequence[Any]) -> Group:
-        """The requests of a batch as a group; those that are new get a slot."""
-        if reqs == self._group.reqs:  # by identity: requests compare no other way
-            return self._group
+    def membership_of(self, reqs: Sequence[Any]) -> BatchMembership:
+        """The requests of a batch; those that are new get a slot."""
+        if reqs == self._membership.reqs:  # by identity: requests compare no other way
+            return self._membership
         find = self._slot_of.get
         slots = [find(id(req), -1) for req in reqs]
         if -1 in slots:
             slots = [self._admit(req) if slot < 0 else slot for req, slot in zip(reqs, slots, strict=True)]
-        self._group = self._made(list(reqs), np.array(slots, np.int32))
-        return self._group
+        self._membership = self._made(list(reqs), np.array(slots, np.int32))
+        return self._membership
 
     def slots_of(self, reqs: Sequence[Any]) -> NDArray[np.int32]:
         """Slots of requests, int32 `[n]`; those that are new get one."""
-        return self.group_of(reqs).slots
+        return self.membership_of(reqs).slots
 
-    def _made(self, reqs: list[Any], slots: NDArray[np.int32]) -> Group:
-        uncovered = self.uncovered[slots]
-        why = self.why[int(slots[int(uncovered.argmax())])] if np.count_nonzero(uncovered) else None
+    def _made(self, reqs: list[Any], slots: NDArray[np.int32]) -> BatchMembership:
+        unsupported = self.unsupported[slots]
+        why = self.why[int(slots[int(unsupported.argmax())])] if np.count_nonzero(unsupported) else None
         scored = bool((self.cursors[slots, C.FLAGS] & L.STATE_LOGPROBS).all())
-        return Group(reqs, slots, self.generation[slots], why, self.wanted[slots], self.widths[slots], scored=scored)
+        return BatchMembership(
+            reqs, slots, self.generation[slots], why, self.wanted[slots], self.widths[slots], scored=scored
+        )
 
-    def unsettled(self, group: Group, slots: NDArray[np.int32], stale: list[int]) -> list[int]:
-        """Rows of a group whose columns of SETTLED are to be read anew; `stale`: they may have changed."""
+    def stale_prefill(self, membership: BatchMembership, slots: NDArray[np.int32], stale: list[int]) -> list[int]:
+        """Rows whose columns of PREFILL_COLUMNS are to be read anew; `stale`: they may have changed."""
         if stale:
-            self.settled[slots[stale]] = group.settled = False
-        if group.settled:
+            self.prefill_known[slots[stale]] = membership.prefill_known = False
+        if membership.prefill_known:
             return []
-        rows: list[int] = np.flatnonzero(~self.settled[slots]).tolist()
-        group.settled = not rows and bool(self.settled[group.slots].all())
+        rows: list[int] = np.flatnonzero(~self.prefill_known[slots]).tolist()
+        membership.prefill_known = not rows and bool(self.prefill_known[membership.slots].all())
         return rows
 
-    def fresh_inputs(self, group: Group, reqs: list[Any], slots: NDArray[np.int32]) -> list[int]:
-        """Rows of a group whose input logprobs have been computed and not sent."""
-        if group.told:
+    def fresh_inputs(self, membership: BatchMembership, reqs: list[Any], slots: NDArray[np.int32]) -> list[int]:
+        """Rows whose input logprobs have been computed and not sent."""
+        if membership.input_logprobs_sent:
             return []
-        waiting = np.flatnonzero(~self.told[slots]).tolist()
-        group.told = not waiting and bool(self.told[group.slots].all())
+        waiting = np.flatnonzero(~self.input_logprobs_sent[slots]).tolist()
+        membership.input_logprobs_sent = not waiting and bool(self.input_logprobs_sent[membership.slots].all())
         return [row for row in waiting if reqs[row].logprob.input_token_logprobs_val is not None]
 
     def tell_inputs(self, reqs: list[Any], slots: NDArray[np.int32], rows: list[int]) -> None:
         """The input logprobs of these rows are sent."""
         if rows:
-            self.told[slots[rows]] = True
+            self.input_logprobs_sent[slots[rows]] = True
             for row in rows:
                 reqs[row].input_logprob_sent = True
 
-    def settle(self, slot: int, values: tuple[Any, ...]) -> None:
+    def set_prefill_columns(self, slot: int, values: tuple[Any, ...]) -> None:
         """Take what was read for a slot."""
         for index, value in enumerate(values, len(STATIC)):
             self.kept[index, slot] = value
-        self.settled[slot] = True
+        self.prefill_known[slot] = True
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -155,7 +157,7 @@ class Roster:
         """
         tails = self.kept[STATIC.index("read_offsets")]
         for req, slot in zip(reqs, slots.tolist(), strict=True):
-            if self.uncovered[slot]:
+            if self.unsupported[slot]:
                 continue
             _, _, token, logprob, opened = self.cursors[slot].tolist()
             req.send_token_offset, req.send_output_token_logprobs_offset = token, logprob
@@ -165,9 +167,9 @@ class Roster:
         """Take the cursors from the requests' own fields, after the engine's streamer moved them."""
         for req, slot in zip(reqs, slots.tolist(), strict=True):
             self.cursors[slot, C.TOKEN_CURSOR :] = _cursors_of(req)
-            self.settled[slot] = False
-            self.told[slot] = _told(req)
-        self._group.settled = self._group.told = False
+            self.prefill_known[slot] = False
+            self.input_logprobs_sent[slot] = _input_logprobs_sent(req)
+        self._membership.prefill_known = self._membership.input_logprobs_sent = False
 
     def _admit(self, req: Any) -> int:
         if not self._free:
@@ -192,14 +194,14 @@ class Roster:
         )
         for index, value in enumerate(static):
             self.kept[index, slot] = value
-        self.settled[slot] = False
-        self.told[slot] = _told(req)
+        self.prefill_known[slot] = False
+        self.input_logprobs_sent[slot] = _input_logprobs_sent(req)
         self.generation[slot] += 1
         self.wanted[slot] = sum(1 << i for i, name in enumerate(WANTED) if getattr(req, name))
         log = req.logprob
         self.widths[slot] = (log.top_logprobs_num or 0, len(log.token_ids_logprob or ())) if req.return_logprob else 0
-        self.why[slot] = why_uncovered(req)
-        self.uncovered[slot] = self.why[slot] is not None
+        self.why[slot] = why_unsupported(req)
+        self.unsupported[slot] = self.why[slot] is not None
         self._slot_of[key] = slot
         self._references[slot] = weakref.ref(req, partial(self._left, key, slot))
         return slot
@@ -210,10 +212,10 @@ class Roster:
         self._free.append(slot)
 
     def _grow(self) -> None:
-        old = len(self.settled)
+        old = len(self.prefill_known)
         self.cursors = np.concatenate([self.cursors, np.zeros_like(self.cursors)])
         self.kept = np.concatenate([self.kept, np.full_like(self.kept, None)], axis=1)
-        for name in ("settled", "wanted", "uncovered", "generation", "widths", "told"):
+        for name in ("prefill_known", "wanted", "unsupported", "generation", "widths", "input_logprobs_sent"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.why += [None] * old
@@ -226,6 +228,6 @@ def _cursors_of(req: Any) -> tuple[int, int, bool]:
     return req.send_token_offset, req.send_output_token_logprobs_offset, req.send_decode_id_offset > 0
 
 
-def _told(req: Any) -> bool:
+def _input_logprobs_sent(req: Any) -> bool:
     """Whether a request's input logprobs have been sent, or will not be."""
     return bool(req.input_logprob_sent or not req.return_logprob)

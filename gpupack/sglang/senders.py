@@ -1,4 +1,4 @@
-"""Outlets: how the rows of a step leave the scheduler, as the engine's message or as a frame."""
+"""Senders: how the rows of a step leave the scheduler, as the engine's message or as a frame."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpupack.sglang.frames import CannotTravel, FrameMaker
+from gpupack.sglang.frames import FrameMaker, UnsupportedByWire
 from gpupack.sglang.message import MessageMaker
 from gpupack.sglang.message_pickle import PickledMaker, read_back
-from gpupack.sglang.output_rows import Sending
+from gpupack.sglang.output_rows import OutputRows
 from gpupack.sglang.receiver import NativeReceiver
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.request_states import RequestStates
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.stats import Stats
 from gpupack.sglang.versions import EngineVersion
@@ -24,10 +24,10 @@ from gpupack.wire.frame import stamp
 logger = logging.getLogger(__name__)
 
 
-class Outlet(Protocol):
+class StepSender(Protocol):
     """Makes what a step sends, then sends it; one thread."""
 
-    def make(self, sending: Sending) -> Any:
+    def make(self, out: OutputRows) -> Any:
         """What is to be sent of the rows of a step."""
 
     def send(self, made: Any) -> None:
@@ -40,18 +40,18 @@ class Outlet(Protocol):
         """Rows of these slots, int32 `[n]`, go another way now."""
 
 
-class MessageOutlet:
+class MessageSender:
     """The compatible wire."""
 
     def __init__(self, streamer: Any, maker: MessageMaker, stats: Stats) -> None:
         self._streamer, self._maker, self._stats = streamer, maker, stats
 
-    def make(self, sending: Sending) -> Any:
-        """A message; see Outlet."""
-        return self._maker.make(sending)
+    def make(self, out: OutputRows) -> Any:
+        """A message; see StepSender."""
+        return self._maker.make(out)
 
     def send(self, made: Any) -> None:
-        """See Outlet."""
+        """See StepSender."""
         if isinstance(made, bytes):
             self._send_bytes(made)
         else:
@@ -71,7 +71,7 @@ class MessageOutlet:
         """Nothing: a message says all that it says."""
 
 
-class NativeOutlet(MessageOutlet):
+class FrameSender(MessageSender):
     """Frames on the engine's own socket, so that they and the messages between them keep the order of the steps.
 
     One stream for the life of the process; the socket's own limits hold. What a frame cannot carry goes as a
@@ -87,20 +87,20 @@ class NativeOutlet(MessageOutlet):
         self._frame_no = 0
         self._check = NativeReceiver() if settings.verify else None
 
-    def make(self, sending: Sending) -> Any:
-        """A stamped frame, or a message; see Outlet."""
+    def make(self, out: OutputRows) -> Any:
+        """A stamped frame, or a message; see StepSender."""
         try:
-            frame = self._frames.make(sending)
-        except CannotTravel as why:
+            frame = self._frames.make(out)
+        except UnsupportedByWire as why:
             if self._stats.count_unframed(str(why)):
                 logger.warning("gpupack: batches go as the engine's messages: %s", why)
-            self.leave(sending.slots)
-            return super().make(sending)
+            self.leave(out.slots)
+            return super().make(out)
         self._stats.frames += 1
         return self._stamped(frame)
 
     def send(self, made: Any) -> None:
-        """See Outlet."""
+        """See StepSender."""
         if not isinstance(made, bytearray):
             super().send(made)
             return
@@ -125,12 +125,12 @@ class NativeOutlet(MessageOutlet):
         return frame
 
 
-def message_maker(streamer: Any, engine: EngineVersion, roster: Roster) -> MessageMaker:
+def message_maker(streamer: Any, engine: EngineVersion, request_states: RequestStates) -> MessageMaker:
     """Makes messages as the engine's sender takes them, or, where that one only pickles them, pickled."""
     messages: Any = import_module("sglang.srt.managers.io_struct")
     sender: Any = import_module("sglang.srt.managers.scheduler_components.output_sender").SenderWrapper
     pickles = getattr(messages, "_USE_PICKLE_IPC", False) and isinstance(streamer.send_to_detokenizer, sender)
-    return (PickledMaker if pickles else MessageMaker)(streamer, engine, roster)
+    return (PickledMaker if pickles else MessageMaker)(streamer, engine, request_states)
 
 
 def why_no_frames(streamer: Any, plugins_in_detokenizer: bool) -> str | None:

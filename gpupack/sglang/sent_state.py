@@ -1,4 +1,4 @@
-"""StreamState: what the receiver of this process's frames has been told, by slot."""
+"""SentState: what the receiver of this process's frames has been told, by slot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 from gpupack.core import layout as L
 from gpupack.sglang import emit_rule as C
-from gpupack.sglang.batch_membership import Group
-from gpupack.sglang.output_rows import Sending
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.batch_membership import BatchMembership
+from gpupack.sglang.output_rows import OutputRows
+from gpupack.sglang.request_states import RequestStates
 
 Int32 = NDArray[np.int32]
 
 
-class StreamState:
+class SentState:
     """Which requests are open on the stream, from which token on, and their newest reasoning tokens.
 
     Attributes
@@ -23,41 +23,41 @@ class StreamState:
         int64 `[slots]`: reasoning tokens as they stood in a request's last row.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
+    def __init__(self, request_states: RequestStates) -> None:
+        self._request_states = request_states
         self._open = np.zeros(0, np.int32)  # by slot: the generation that is open at the receiver, 0: none
         self._begin = np.zeros(0, np.int32)  # by slot: the first token that has been on the stream since it opened
         self.reasoning = np.zeros(0, np.int64)
-        self._all_open: Group | None = None
+        self._all_open: BatchMembership | None = None
 
-    def opening_rows(self, sending: Sending) -> list[int]:
+    def opening_rows(self, out: OutputRows) -> list[int]:
         """Rows whose request is not open."""
-        if sending.batch.group is self._all_open:
+        if out.batch.membership is self._all_open:
             return []
         self._reserve()
-        slots = sending.slots
-        rows: list[int] = np.flatnonzero(self._open[slots] != self._roster.generation[slots]).tolist()
+        slots = out.slots
+        rows: list[int] = np.flatnonzero(self._open[slots] != self._request_states.generation[slots]).tolist()
         return rows
 
-    def begins(self, sending: Sending, opening: list[int]) -> Int32:
+    def begins(self, out: OutputRows, opening: list[int]) -> Int32:
         """The first token of each row's request that has been on this stream, or comes with this frame."""
-        begins: Int32 = self._begin[sending.slots]
-        begins[opening] = sending.rows[C.TOKEN_BEGIN, opening]
+        begins: Int32 = self._begin[out.slots]
+        begins[opening] = out.rows[C.TOKEN_BEGIN, opening]
         return begins
 
-    def note(self, sending: Sending, opening: list[int]) -> None:
+    def note(self, out: OutputRows, opening: list[int]) -> None:
         """These rows go out, and with them their reasoning tokens."""
-        slots = sending.slots
+        slots = out.slots
         if opening:
             opened = slots[opening]
-            self._begin[opened] = sending.rows[C.TOKEN_BEGIN, opening]
-            self._open[opened] = self._roster.generation[opened]
+            self._begin[opened] = out.rows[C.TOKEN_BEGIN, opening]
+            self._open[opened] = self._request_states.generation[opened]
             self.reasoning[opened] = 0
-        if sending.odd:
-            self.reasoning[slots[sending.odd]] = [sending.reqs[row].reasoning_tokens for row in sending.odd]
-        if sending.final:
-            self._open[slots[sending.final]] = 0
-        self._all_open = sending.batch.group if sending.whole and not sending.final else None
+        if out.odd:
+            self.reasoning[slots[out.odd]] = [out.reqs[row].reasoning_tokens for row in out.odd]
+        if out.final:
+            self._open[slots[out.final]] = 0
+        self._all_open = out.batch.membership if out.whole and not out.final else None
 
     def close(self, slots: Int32) -> list[int]:
         """Handles that are open of these slots; they are not any more."""
@@ -69,7 +69,7 @@ class StreamState:
         return handles
 
     def _reserve(self) -> None:
-        lacking = len(self._roster.generation) - len(self._open)
+        lacking = len(self._request_states.generation) - len(self._open)
         if lacking:
             self._open = np.append(self._open, np.zeros(lacking, np.int32))
             self._begin = np.append(self._begin, np.zeros(lacking, np.int32))

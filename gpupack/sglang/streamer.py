@@ -17,13 +17,13 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.columns import PackedItems
 from gpupack.sglang.counting_socket import CountingSocket
 from gpupack.sglang.frames import FrameMaker
-from gpupack.sglang.output_rows import Sending
-from gpupack.sglang.request_states import Roster
-from gpupack.sglang.senders import MessageOutlet, NativeOutlet, Outlet, message_maker, why_no_frames
+from gpupack.sglang.output_rows import OutputRows
+from gpupack.sglang.request_states import RequestStates
+from gpupack.sglang.senders import FrameSender, MessageSender, StepSender, message_maker, why_no_frames
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.stats import Stats
-from gpupack.sglang.unsupported import why_engine_uncovered
-from gpupack.sglang.verify import Shadow
+from gpupack.sglang.unsupported import why_engine_unsupported
+from gpupack.sglang.verify import Verifier
 from gpupack.sglang.versions import STREAMERS, EngineVersion
 
 if TYPE_CHECKING:
@@ -48,27 +48,27 @@ class HostStreamer:
         self._policy = engine.policy.bits
         self._force_interval = int(import_module(STREAMERS).DEFAULT_FORCE_STREAM_INTERVAL)
         self._why_engine = "custom streamer" if custom else None
-        self._why_engine = self._why_engine or why_engine_uncovered(
+        self._why_engine = self._why_engine or why_engine_unsupported(
             streamer, engine.pp_size(streamer), settings.backend
         )
-        self.roster = Roster()
-        self._shadow = Shadow(streamer) if settings.verify else None
+        self.request_states = RequestStates()
+        self._verifier = Verifier(streamer) if settings.verify else None
         self._socket = CountingSocket.under(streamer)
         self._actions = np.empty(0, np.uint8)
         self.wire = "compatible"
         self.stats = Stats("scheduler", settings.stats)
-        self._outlet: Outlet | None = None
+        self._sender: StepSender | None = None
         self.device: DeviceBackend | None = None
         if self._why_engine is None:
             try:
-                self._outlet = self._make_outlet(settings)
+                self._sender = self._make_sender(settings)
             except ConfigError as error:
                 self._why_engine = "unknown message"
                 logger.warning("gpupack: %s", error)
         if settings.backend == "device" and self._why_engine is None:
             from gpupack.sglang.device.backend import DeviceBackend  # compiles loops that others do not need
 
-            self.device = DeviceBackend(scheduler, streamer.send_to_detokenizer, self.roster, self.stats)
+            self.device = DeviceBackend(scheduler, streamer.send_to_detokenizer, self.request_states, self.stats)
         self.stats.labels.update(version=engine.version, wire=self.wire, backend=settings.backend)
         self.stats.start(metrics=bool(getattr(streamer.server_args, "enable_metrics", False)))
         logger.info(
@@ -77,32 +77,32 @@ class HostStreamer:
             ", verifying" if settings.verify else "",
         )  # fmt: skip
 
-    def _make_outlet(self, settings: Settings) -> Outlet:
-        maker = message_maker(self._streamer, self._engine, self.roster)
+    def _make_sender(self, settings: Settings) -> StepSender:
+        maker = message_maker(self._streamer, self._engine, self.request_states)
         if settings.wire == "compatible":
-            return MessageOutlet(self._streamer, maker, self.stats)
+            return MessageSender(self._streamer, maker, self.stats)
         why = why_no_frames(self._streamer, self._engine.plugins_in_detokenizer)
         if why is not None:
             logger.warning("gpupack: the wire is compatible, not native: %s", why)
-            return MessageOutlet(self._streamer, maker, self.stats)
+            return MessageSender(self._streamer, maker, self.stats)
         self.wire = "native"
-        frames = FrameMaker(self._streamer, self._engine, self.roster)
-        return NativeOutlet(self._streamer, maker, frames, self.stats, settings)
+        frames = FrameMaker(self._streamer, self._engine, self.request_states)
+        return FrameSender(self._streamer, maker, frames, self.stats, settings)
 
     def stream(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, is_idle_batch: bool) -> None:
         """One call of the engine, after a step or outside of one."""
-        why = self._why_engine or self.roster.group_of(reqs).why
-        if why is not None or self._outlet is None:
+        why = self._why_engine or self.request_states.membership_of(reqs).why
+        if why is not None or self._sender is None:
             self.count_fallback(str(why))
             begun = time.thread_time_ns()
             self._by_engine(reqs, return_logprob, skip_req, is_idle_batch)
             self.stats.engine_ns += time.thread_time_ns() - begun
             return
         expected = None
-        if self._shadow is not None:
-            expected = self._shadow.message(reqs, return_logprob, skip_req, is_idle_batch)
+        if self._verifier is not None:
+            expected = self._verifier.message(reqs, return_logprob, skip_req, is_idle_batch)
         begun = time.thread_time_ns()
-        batch = Batch(reqs, return_logprob, skip_req, self.roster)
+        batch = Batch(reqs, return_logprob, skip_req, self.request_states)
         rows = self._decide(batch)
         batch.mark_final()
         packed_items = None if self.device is None else self.device.items(batch, rows)
@@ -110,12 +110,12 @@ class HostStreamer:
         if rows.shape[1] or is_idle_batch:
             made = self._make(batch, rows, packed_items)
         packed = time.thread_time_ns()
-        if self._shadow is not None:
+        if self._verifier is not None:
             self.stats.verified += 1
-            self.stats.differences += self._shadow.compare(expected, self._outlet.shown(made), sent=made)
+            self.stats.differences += self._verifier.compare(expected, self._sender.shown(made), sent=made)
         before, sending = self._sent_bytes, time.thread_time_ns()
         if made is not None:
-            self._outlet.send(made)
+            self._sender.send(made)
         sent = time.thread_time_ns()
         tokens = int(batch.facts[C.TOKENS])
         self.stats.count_step(rows.shape[1], tokens, self._sent_bytes - before, packed - begun, sent - sending)
@@ -130,22 +130,22 @@ class HostStreamer:
             logger.warning("gpupack: batches go through the engine's own streamer: %s", why)
 
     def _by_engine(self, reqs: Sequence[Any], return_logprob: bool, skip_req: Any, is_idle_batch: bool) -> None:
-        if self._outlet is None:
+        if self._sender is None:
             self._streamer.engine_stream(reqs, return_logprob, skip_req, is_idle_batch)
             return
-        slots = self.roster.slots_of(reqs)
+        slots = self.request_states.slots_of(reqs)
         if self.device is not None:
             self.device.passed(reqs, slots)
-        self._outlet.leave(slots)
-        if self._shadow is not None:  # which has moved the requests' own cursors all the time
-            self.stats.differences += self.roster.disagreeing(reqs, slots)
-        self.roster.flush(reqs, slots)
+        self._sender.leave(slots)
+        if self._verifier is not None:  # which has moved the requests' own cursors all the time
+            self.stats.differences += self.request_states.disagreeing(reqs, slots)
+        self.request_states.flush(reqs, slots)
         self._streamer.engine_stream(reqs, return_logprob, skip_req, is_idle_batch)
-        self.roster.reload(reqs, slots)
+        self.request_states.reload(reqs, slots)
 
     def _decide(self, batch: Batch) -> NDArray[np.int32]:
         """The rows that send, int32 `[ROW_WIDTH, rows]`; their cursors have moved."""
-        count, cursors = len(batch.reqs), self.roster.cursors
+        count, cursors = len(batch.reqs), self.request_states.cursors
         if count > len(self._actions):
             self._actions = np.empty(2 * count, np.uint8)
         actions = self._actions[:count]
@@ -166,13 +166,13 @@ class HostStreamer:
         return rows[:, :sent]
 
     def _make(self, batch: Batch, rows: NDArray[np.int32], packed: PackedItems | None) -> Any:
-        assert self._outlet is not None
+        assert self._sender is not None
         final: list[int] = []
         if batch.final:
             final = np.searchsorted(rows[C.BATCH_INDEX], batch.final).tolist()
             for i in batch.final:
                 self._streamer._maybe_log_time_stats(req=batch.reqs[i])
-        return self._outlet.make(Sending.of(batch, rows, final, packed))
+        return self._sender.make(OutputRows.of(batch, rows, final, packed))
 
 
 def _backend_of(streamer: Any, settings: Settings) -> str:

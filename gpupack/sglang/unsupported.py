@@ -13,7 +13,7 @@ _FEATURES = (
 )
 
 
-def why_uncovered(req: Any) -> str | None:
+def why_unsupported(req: Any) -> str | None:
     """Why a request goes through the engine's own streamer; None: it does not."""
     for name, reason in _FEATURES:
         if getattr(req, name, None):
@@ -25,7 +25,7 @@ def why_uncovered(req: Any) -> str | None:
     return None
 
 
-def why_engine_uncovered(streamer: Any, pp_size: int, backend: str) -> str | None:
+def why_engine_unsupported(streamer: Any, pp_size: int, backend: str) -> str | None:
     """Why no batch of this engine goes through gpupack; None: they do."""
     if backend == "engine":
         return "asked for"

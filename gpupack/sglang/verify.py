@@ -1,4 +1,4 @@
-"""Shadow: the engine's own message of a step, and how ours differs from it (GPUPACK_VERIFY=1)."""
+"""Verifier: the engine's own message of a step, and how ours differs from it (GPUPACK_VERIFY=1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRAPPED = ("time_stats", "customized_info")
 LOGGED = 20  # differences of a process
 
 
-class Shadow:
+class Verifier:
     """Runs the engine's streamer before ours and puts the requests back as they were."""
 
     def __init__(self, streamer: Any) -> None:
@@ -51,7 +51,7 @@ class Shadow:
         """
         stats = _expanded if isinstance(sent, bytearray) else _read_back if isinstance(sent, bytes) else None
         if stats is _read_back and ours is not None:
-            ours = msgspec.structs.replace(ours, time_stats=[_told(record) for record in ours.time_stats])
+            ours = msgspec.structs.replace(ours, time_stats=[_travelled(record) for record in ours.time_stats])
         wrong = differences(engine, ours, stats)
         for name, expected, got in wrong:
             self._logged += 1
@@ -85,14 +85,14 @@ def differences(engine: Any, ours: Any, stats: Any = None) -> list[tuple[str, An
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _told(record: Any) -> Any:
+def _travelled(record: Any) -> Any:
     """A record that has come by the engine's wire, made to tell what it has: whether it does is not told everywhere."""
     record.enable_metrics = True
     return record
 
 
 def _read_back(record: Any) -> Any:
-    return _told(there_and_back(record))
+    return _travelled(there_and_back(record))
 
 
 def _expanded(record: Any) -> Any:

@@ -16,7 +16,7 @@ from gpupack.sglang import emit_rule as C
 from gpupack.sglang.plugin import hook, register
 from gpupack.sglang.settings import Settings
 from gpupack.sglang.stats import Stats
-from gpupack.sglang.unsupported import why_uncovered
+from gpupack.sglang.unsupported import why_unsupported
 
 VARIABLES = ("GPUPACK_SGLANG", "GPUPACK_BACKEND", "GPUPACK_WIRE", "GPUPACK_STATS", "GPUPACK_VERIFY")
 
@@ -161,9 +161,9 @@ class Bare:
 )
 def test_what_is_left_to_the_engine(name, value, why):
     request = Bare()
-    assert why_uncovered(request) is None
+    assert why_unsupported(request) is None
     setattr(request, name, value)
-    assert why_uncovered(request) == why
+    assert why_unsupported(request) == why
 
 
 def test_counters_land_in_the_file(tmp_path):

@@ -120,7 +120,7 @@ class Life:
         if self.running and self.chance(0.3):  # decoding requests in the same batch
             self.events["mixed batch"] += 1
             step.parts += self._decoded(step, 1) + self._seen_again(step)
-        self._settle(step)
+        self._prefill_columns(step)
         return step
 
     def _chunk(self, step: Step) -> Part:
@@ -146,7 +146,7 @@ class Life:
         victim = self.running[int(self.rng.integers(len(self.running)))] if self.running else None
         retracted = self._retract(step, victim) if victim is not None and self.chance(0.1) else []
         step.parts = self._decoded(step, DRAFTS + 1 if step.verify else 1) + self._seen_again(step) + retracted
-        self._settle(step)
+        self._prefill_columns(step)
         return step
 
     def _decoded(self, step: Step, most: int) -> list[Part]:
@@ -195,7 +195,7 @@ class Life:
         self.events["retracted in the batch" if req.output_ids else "retracted before its first token"] += 1
         return [Part(req, stray=self._sample(req))]
 
-    def _settle(self, step: Step) -> None:
+    def _prefill_columns(self, step: Step) -> None:
         """Who runs on, who leaves."""
         for part in step.parts:
             req = part.req

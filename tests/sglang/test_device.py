@@ -28,14 +28,14 @@ SETTINGS = [
 REASONS = {"token-ids logprobs", "input embeddings", ELSEWHERE, OUTSIDE}
 
 
-def live(life, streamer, sampled, steps, *, uncovered=0.0, unprepared=0.0):
+def live(life, streamer, sampled, steps, *, unsupported=0.0, unprepared=0.0):
     """Some steps of a life; parts of the requests are left to the engine, parts of the steps are not launched."""
     device, seen, rng = streamer.streamer.gpupack.device, set(), np.random.default_rng(steps)
     messages = []
     for _ in range(steps):
         step = life.step()
         for req in step.reqs:
-            if req.rid not in seen and rng.random() < uncovered:
+            if req.rid not in seen and rng.random() < unsupported:
                 req.input_embeds = [[0.0]]
             seen.add(req.rid)
         launched, reqs = sampled.of(step), step.reqs
@@ -102,7 +102,7 @@ def test_every_message_is_the_engines(setting, mixed, wire, words):
         life, streamer, sampled = make(
             setting, [77, SETTINGS.index(setting), number], words, wire=wire, bare=bool(bare)
         )
-        more = {"uncovered": 0.05, "unprepared": 0.1} if mixed else {}
+        more = {"unsupported": 0.05, "unprepared": 0.1} if mixed else {}
         live(life, streamer, sampled, LIFE, **more)
         stats = streamer.streamer.gpupack.stats.snapshot()
         assert stats["differences"] == 0
@@ -116,7 +116,7 @@ def test_every_message_is_the_engines(setting, mixed, wire, words):
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_two_lives_alike_one_on_the_engine_alone(setting, words):
-    """Without the shadow: here a batch finds what the one before left, whichever way it went."""
+    """Without the verifier: here a batch finds what the one before left, whichever way it went."""
     seed = [78, SETTINGS.index(setting)]
     life, engine = life_of(setting, seed, words), RealStreamer(setting)
     steps = (life.step() for _ in range(2 * LIFE))

@@ -27,7 +27,7 @@ SETTINGS = [
 WIRES = ["compatible", "native", "native, only what frames carry"]
 
 
-def live(life, streamer, steps, uncovered=0.0, bare=False):
+def live(life, streamer, steps, unsupported=0.0, bare=False):
     """Some steps of a life; this part of the requests is left to the engine; `bare`: no columns of the host's own."""
     messages = []
     for _ in range(steps):
@@ -35,7 +35,7 @@ def live(life, streamer, steps, uncovered=0.0, bare=False):
         for req in step.reqs:
             if req.rid not in life.seen:
                 life.seen.add(req.rid)
-                if life.rng.random() < uncovered:
+                if life.rng.random() < unsupported:
                     req.input_embeds = [[0.0]]
                 if bare:
                     req.return_hidden_states = req.return_routed_experts = req.return_indexer_topk = False
@@ -48,20 +48,20 @@ def live(life, streamer, steps, uncovered=0.0, bare=False):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("uncovered", [0.0, 0.1], ids=["covered", "some uncovered"])
+@pytest.mark.parametrize("unsupported", [0.0, 0.1], ids=["covered", "some unsupported"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
-def test_every_message_is_the_engines(setting, uncovered, wire, words):
+def test_every_message_is_the_engines(setting, unsupported, wire, words):
     lives = max(STEPS // len(SETTINGS) // LIFE, 1)
     for number in range(lives):
         streamer = plugged(setting, wire=wire.partition(",")[0])
         life = Life(np.random.default_rng([SETTINGS.index(setting), number]), setting, words, f"{setting.name}.")
         life.seen = set()
-        live(life, streamer, LIFE, uncovered, bare=wire == WIRES[2])
+        live(life, streamer, LIFE, unsupported, bare=wire == WIRES[2])
         stats = streamer.streamer.gpupack.stats.snapshot()
         assert stats["differences"] == 0
         assert stats["verified"] == stats["steps"] > 20
         assert stats["steps"] + sum(stats["fallbacks"].values()) == LIFE
-        assert set(stats["fallbacks"]) == ({"input embeddings"} if uncovered else set())
+        assert set(stats["fallbacks"]) == ({"input embeddings"} if unsupported else set())
         assert (stats["frames"] > 0) == (NEWER and wire != "compatible")
         assert wire != WIRES[2] or set(stats["unframed"]) <= {"logprobs of tokens that went as a message"}
 
@@ -69,12 +69,12 @@ def test_every_message_is_the_engines(setting, uncovered, wire, words):
 @pytest.mark.parametrize("wire", ["compatible", "native"])
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_two_lives_alike_one_on_the_engine_alone(setting, wire, words):
-    """Without the shadow, which moves the requests' own cursors: here a batch finds what the one before left."""
+    """Without the verifier, which moves the requests' own cursors: here a batch finds what the one before left."""
     messages = []
     for streamer in (RealStreamer(setting), plugged(setting, verify=False, wire=wire)):
         life = Life(np.random.default_rng([9, SETTINGS.index(setting)]), setting, words, "alike.")
         life.seen = set()
-        messages.append(live(life, streamer, 2 * LIFE, uncovered=0.1))
+        messages.append(live(life, streamer, 2 * LIFE, unsupported=0.1))
     assert set(streamer.streamer.gpupack.stats.fallbacks) == {"input embeddings"}
     for engine, ours in zip(*messages, strict=True):
         found = [name for name, _, _ in differences(engine, ours)]
@@ -87,10 +87,10 @@ def test_slots_end_with_their_requests(words):
     life = Life(np.random.default_rng(7), setting, words, "slots.")
     life.seen = set()
     live(life, streamer, LIFE)
-    roster = streamer.streamer.gpupack.roster
+    request_states = streamer.streamer.gpupack.request_states
     del life
     streamer.stream([], False, idle=True)
-    assert len(roster) == 0
+    assert len(request_states) == 0
 
 
 def test_a_custom_streamer_is_left_alone(words):

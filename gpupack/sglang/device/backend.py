@@ -17,9 +17,9 @@ from gpupack.sglang.batch import Batch
 from gpupack.sglang.columns import PackedItems
 from gpupack.sglang.device.backlog import Backlog
 from gpupack.sglang.device.config import IN_FLIGHT, config_of, why_not_here
-from gpupack.sglang.device.pool_handles import NotPacked, PoolHandles
+from gpupack.sglang.device.pool_handles import PoolHandles, UnsupportedByDevice
 from gpupack.sglang.device.tensors import step_inputs
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.request_states import RequestStates
 from gpupack.sglang.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ class DeviceBackend:
     """The device side of a streamer; the engine's scheduler calls it through `device_hooks.py`, on one thread.
 
     All requests are conveyed: the engine's own lists say how long an output is and whether it has ended, the
-    roster's cursors who sends from where to where, and the packed steps bring the items. Nothing depends on
+    request_states's cursors who sends from where to where, and the packed steps bring the items. Nothing depends on
     it: what it has not, or not any more, the engine's lists have, and if it fails the host backend goes on.
     """
 
-    def __init__(self, scheduler: Any, sender: Any, roster: Roster, stats: Stats) -> None:
-        self._roster, self._stats = roster, stats
-        self._backlog = Backlog(roster)
+    def __init__(self, scheduler: Any, sender: Any, request_states: RequestStates, stats: Stats) -> None:
+        self._request_states, self._stats = request_states, stats
+        self._backlog = Backlog(request_states)
         self._packer: Packer | None = None
         self._handles: PoolHandles | None = None
         self._why: str | None = None  # nothing is packed in this engine
@@ -79,7 +79,7 @@ class DeviceBackend:
             self._packer.in_flight[0].wait().release()  # its result was dropped
         reqs, indices = batch.reqs, batch.req_pool_indices_cpu.numpy()
         if len(indices) != len(reqs) or not reqs:
-            raise NotPacked("rows that are no requests")
+            raise UnsupportedByDevice("rows that are no requests")
         owners = self._handles.of(reqs, indices)
         inputs = step_inputs(result, len(reqs), *self._handles.asked(indices))
         self._packer.prepare_launch(owners, **inputs)
@@ -108,7 +108,7 @@ class DeviceBackend:
         """The engine is about to commit the result of a batch, and to call the streamer with its requests."""
         step = getattr(result, "gpupack", None)
         if step is not None and batch.reqs:
-            self._backlog.meet(self._roster.group_of(batch.reqs))
+            self._backlog.meet(self._request_states.membership_of(batch.reqs))
             self._current = batch.reqs, step
 
     def end(self) -> None:
@@ -119,8 +119,8 @@ class DeviceBackend:
             self._guarded(lambda: self._take(nobody, nobody, step), step)
 
     def items(self, batch: Batch, rows: NDArray[np.int32]) -> PackedItems | None:
-        """The items of rows of `cursors.advance`; None: the engine's lists have them. Batches are counted by reason."""
-        self._backlog.meet(batch.group)
+        """The items of rows of `emit_rule.advance`; None: the engine's lists have them. Counts batches by reason."""
+        self._backlog.meet(batch.membership)
         step, sends = self._step_of(batch.reqs), rows.shape[1] > 0
         items = self._guarded(lambda: self._items(batch, rows, step), step)
         why = OUTSIDE if step is None else step.why
@@ -132,7 +132,7 @@ class DeviceBackend:
 
     def passed(self, reqs: Any, slots: NDArray[np.int32]) -> None:
         """The engine's own streamer takes these requests."""
-        self._backlog.meet(self._roster.group_of(reqs))
+        self._backlog.meet(self._request_states.membership_of(reqs))
         step = self._step_of(reqs)
         lens = np.array([len(req.output_ids) for req in reqs], np.int32)
         self._guarded(lambda: self._take(slots, lens, step), step)
@@ -153,7 +153,7 @@ class DeviceBackend:
         step.ticket = None
         if ticket not in self._packer.in_flight:
             self._backlog.take(slots, lens, None)
-            raise NotPacked(ELSEWHERE)
+            raise UnsupportedByDevice(ELSEWHERE)
         while self._packer.in_flight[0] is not ticket:
             self._packer.in_flight[0].wait().release()  # its result was dropped
         packed = ticket.wait()
@@ -175,7 +175,7 @@ class DeviceBackend:
         if why is None:
             try:
                 return work()
-            except NotPacked as reason:
+            except UnsupportedByDevice as reason:
                 why = str(reason)
             except Exception:
                 self._why = why = FAILED

@@ -9,10 +9,10 @@ from gpupack.core import layout as L
 from gpupack.core.packed_output import PackedStep
 from gpupack.sglang import emit_rule as C
 from gpupack.sglang.batch import Batch
-from gpupack.sglang.batch_membership import Group
+from gpupack.sglang.batch_membership import BatchMembership
 from gpupack.sglang.columns import Items, PackedItems, Scores
 from gpupack.sglang.device import loops as loops
-from gpupack.sglang.request_states import Roster
+from gpupack.sglang.request_states import RequestStates
 
 WINDOW = 256  # unsent tokens of a request that are kept
 RECORD_WINDOW = 64  # the same for one that asked for top logprobs
@@ -21,31 +21,31 @@ _NO_RUNS = (_NOTHING, *[np.zeros(1, np.int32)] * 3, *[_NOTHING] * 3)
 
 
 class Backlog:
-    """Rings by slot of a roster; what is known of a slot is always what the engine has committed, or nothing.
+    """Rings by slot of RequestStates; what is known of a slot is always what the engine has committed, or nothing.
 
-    It has no cursors: the roster's say what a row is to carry, and `items` has it or has not. So a batch may go any
-    way at any step, and what went another way is not kept, until the requests have sent it.
+    It has no cursors: those of RequestStates say what a row is to carry, and `items` has it or has not. So a batch may
+    go any way at any step, and what went another way is not kept, until the requests have sent it.
     """
 
-    def __init__(self, roster: Roster) -> None:
-        self._roster = roster
-        self._met: Group | None = None
+    def __init__(self, request_states: RequestStates) -> None:
+        self._request_states = request_states
+        self._met: BatchMembership | None = None
         self._kept = np.zeros((0, 2), np.int32)
         self._generation = np.zeros(0, np.int32)
         self._tokens = self._scores = np.zeros((0, WINDOW), np.int32)
         self._records = np.zeros((0, RECORD_WINDOW, 0), np.int32)
 
-    def meet(self, group: Group) -> None:
+    def meet(self, membership: BatchMembership) -> None:
         """Note how long the output of requests is that were not seen before."""
-        if group is self._met:
+        if membership is self._met:
             return
-        self._met, slots = group, group.slots
+        self._met, slots = membership, membership.slots
         self._reserve(0)
-        new = np.flatnonzero(self._generation[slots] != group.generation)
+        new = np.flatnonzero(self._generation[slots] != membership.generation)
         if len(new):
-            lens = np.array([len(group.reqs[row].output_ids) for row in new.tolist()], np.int32)
+            lens = np.array([len(membership.reqs[row].output_ids) for row in new.tolist()], np.int32)
             self._kept[slots[new]] = lens[:, None]
-            self._generation[slots[new]] = group.generation[new]
+            self._generation[slots[new]] = membership.generation[new]
 
     def take(self, slots: NDArray[np.int32], lens: NDArray[np.int32], packed: PackedStep | None) -> int:
         """Keep the runs of a packed step, as far as the outputs of these requests have grown to `lens`.
@@ -62,7 +62,7 @@ class Backlog:
         return int(loops.take_runs(self._kept, self._rings(), runs, slots, lens, widths))
 
     def items(self, batch: Batch, rows: NDArray[np.int32]) -> PackedItems | None:
-        """Items of rows of `cursors.advance`; None if they are not all kept, or not what the request has as output."""
+        """Items of rows of `emit_rule.advance`; None if one is missing, or differs from the output of its request."""
         slots, count = rows[C.SLOT], rows.shape[1]
         ranges = np.ascontiguousarray(rows[[C.TOKEN_BEGIN, C.TOKEN_END, C.LOGPROB_BEGIN, C.LOGPROB_END]])
         widths = self._widths(slots)
@@ -79,7 +79,7 @@ class Backlog:
 
     def _widths(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Words of a record, int32 `[n]`; the record ring is as wide."""
-        words: NDArray[np.int32] = 2 * self._roster.widths[slots, 0]
+        words: NDArray[np.int32] = 2 * self._request_states.widths[slots, 0]
         self._reserve(int(words.max(initial=0)))
         return words
 
@@ -87,7 +87,7 @@ class Backlog:
         return self._tokens, self._scores, self._records
 
     def _reserve(self, words: int) -> None:
-        slots, have = len(self._roster.generation), len(self._kept)
+        slots, have = len(self._request_states.generation), len(self._kept)
         if slots > have:
             self._kept = _grown(self._kept, (slots, 2))
             self._generation = _grown(self._generation, (slots,))

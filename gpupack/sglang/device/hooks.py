@@ -4,7 +4,7 @@
 | --- | --- |
 | RELAY | with the overlap schedule: the sampled tokens are handed to the next step, on the forward stream |
 | COPY | with the overlap schedule: the result is copied to the host, on the copy stream |
-| SETTLED | without it: both |
+| PREFILL_COLUMNS | without it: both |
 | PROCESS | the result is on the host, and its batch goes to the streamer |
 """
 
@@ -19,7 +19,7 @@ from gpupack.sglang.device.tensors import copy_top_logprobs
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 RELAY = f"{SCHEDULER}._relay_forward_payload"
 COPY = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
-SETTLED = f"{SCHEDULER}.update_cache_from_scheduler"
+PREFILL_COLUMNS = f"{SCHEDULER}.update_cache_from_scheduler"
 PROCESS = f"{SCHEDULER}.process_batch_result"
 
 
@@ -31,7 +31,7 @@ def hook_device() -> None:
     def around_copy(original: Any, result: Any, *arguments: Any, **options: Any) -> Any:
         return around_copying(original, copy, result, *arguments, **options)
 
-    around = {RELAY: around_relay, COPY: around_copy, SETTLED: around_settled, PROCESS: around_process}
+    around = {RELAY: around_relay, COPY: around_copy, PREFILL_COLUMNS: around_settled, PROCESS: around_process}
     for target, hook in around.items():
         hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
 

@@ -12,12 +12,12 @@ from gpupack.core import layout as L
 from gpupack.core.request import Request
 from gpupack.packer.packer import Packer
 from gpupack.packer.slots import SlotTable
-from gpupack.sglang.unsupported import why_uncovered
+from gpupack.sglang.unsupported import why_unsupported
 
 MAX_TOP_LOGPROBS = 20
 
 
-class NotPacked(Exception):  # noqa: N818  (a way, not a fault: the host takes the batch from the engine's lists)
+class UnsupportedByDevice(Exception):  # noqa: N818  (a way, not a fault: the host takes the batch from the engine's lists)
     """Why nothing of a batch is packed on the device."""
 
 
@@ -69,7 +69,7 @@ class PoolHandles:
         self._requests: dict[tuple[bool, int], Request] = {}
 
     def of(self, reqs: Sequence[Any], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Handles int64 `[n]` of a batch and its pool indices int64 `[n]`; in stream order. NotPacked says why none."""
+        """Handles int64 `[n]` by pool index, int64 `[n]`, in stream order. UnsupportedByDevice without any."""
         generations = self._generations[indices]
         new = np.flatnonzero(self._met[indices] != generations).tolist()
         handles = generations << L.SLOT_BITS | indices
@@ -77,7 +77,7 @@ class PoolHandles:
             self._meet([reqs[row] for row in new], handles[new])
         unfit = self._unfit[indices]
         if np.count_nonzero(unfit):
-            raise NotPacked(self._why[int(indices[unfit.argmax()])])
+            raise UnsupportedByDevice(self._why[int(indices[unfit.argmax()])])
         return handles
 
     def asked(self, indices: NDArray[np.int64]) -> tuple[bool, int]:
@@ -119,4 +119,4 @@ def why_not_packed(req: Any) -> str | None:
         return "token-ids logprobs"  # the engine gathers them request by request: there is no tensor of a batch
     if req.return_logprob and (req.logprob.top_logprobs_num or 0) > MAX_TOP_LOGPROBS:
         return f"more than {MAX_TOP_LOGPROBS} top logprobs"
-    return why_uncovered(req)
+    return why_unsupported(req)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpupack.sglang.device.pool_handles import NotPacked
+from gpupack.sglang.device.pool_handles import UnsupportedByDevice
 
 
 def step_inputs(result: Any, rows: int, scores: bool, top: int) -> dict[str, Any]:
     """Arguments of `Packer.step` for a GenerationBatchResult of `rows` requests; nothing synchronises.
 
-    `scores`: a request asked for logprobs; `top`: most top logprobs that one asked for. NotPacked if the result
-    does not have them as tensors of the batch.
+    `scores`: a request asked for logprobs; `top`: most top logprobs that one asked for. UnsupportedByDevice if the
+    result does not have them as tensors of the batch.
     """
     ids = result.next_token_ids
     if not isinstance(ids, Tensor):
-        raise NotPacked("no sampled ids on the device")
+        raise UnsupportedByDevice("no sampled ids on the device")
     inputs: dict[str, Any] = {"token_ids": ids.reshape(-1)}
     if ids.numel() != rows:
         inputs |= _verified(result, ids, rows)
@@ -35,20 +35,20 @@ def _verified(result: Any, ids: Tensor, rows: int) -> dict[str, Any]:
     """Padded runs of a verify step, `[B, T]`, and how much of each was accepted."""
     stride = result.speculative_output_stride or result.speculative_num_draft_tokens
     if result.accept_lens is None or not stride or ids.numel() != rows * stride:
-        raise NotPacked("sampled ids of an unknown shape")
+        raise UnsupportedByDevice("sampled ids of an unknown shape")
     return {"token_ids": ids.reshape(rows, stride), "accept_lens": result.accept_lens.to(torch.int32)}
 
 
 def _logprobs(output: Any, rows: int, top: int) -> dict[str, Any]:
     values = None if output is None else output.next_token_logprobs
     if not isinstance(values, Tensor) or len(values) != rows:
-        raise NotPacked("logprobs that are no tensor of the batch")
+        raise UnsupportedByDevice("logprobs that are no tensor of the batch")
     inputs: dict[str, Any] = {"logprobs": values.float()}
     if top:
         width = values.shape[1] if values.ndim == 2 else 1
         values, ids = unsplit(output.next_token_top_logprobs_val), unsplit(output.next_token_top_logprobs_idx)
         if values is None or ids is None or len(values) != rows * width or values.shape[1] < top:
-            raise NotPacked("top logprobs that are no tensor of the batch")
+            raise UnsupportedByDevice("top logprobs that are no tensor of the batch")
         inputs["top_logprobs_val"] = values.float().reshape(rows, width, -1)
         inputs["top_logprobs_idx"] = ids.reshape(rows, width, -1)
     return inputs
