@@ -61,7 +61,7 @@ test: lint
 
 # The kernel as the real compiler makes it, executed by a simulator; BATCHES are those of an environment.
 check-compiled: $(STAMP) $(STAMP36)
-	GPUPACK_BATCHES=$(or $(BATCHES),54) $(VENV36)/bin/pytest -q tests/compiled/test_compiled_lives.py tests/compiled/test_compiled_edges.py tests/compiled/test_compiled_gather.py
+	GPUPACK_BATCHES=$(or $(BATCHES),54) $(VENV36)/bin/pytest -q tests/compiled/test_compiled_lives.py tests/compiled/test_compiled_edges.py
 	GPUPACK_BATCHES=$(or $(BATCHES),270) $(BIN)/pytest -q tests/compiled
 
 check-compiled-full:

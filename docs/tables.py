@@ -17,7 +17,6 @@ TABLES = (
     ("Launch words, in front of the control rows", L.LAUNCH_FIELDS, L.WORD),
     ("Addresses of the inputs, 64 bits each, behind the launch words", L.LAUNCH_INPUTS, 2 * L.WORD),
     ("Scan words, int64 `[6, blocks]`, behind the launch number", L.SCAN_AXES, 0),
-    ("Gather: launch words, in front of the row numbers", L.GATHER_FIELDS, L.WORD),
     ("Packed step: header, 64 bytes", L.HEADER_FIELDS, L.WORD),
     ("Packed step: row columns, int32", L.ROW_FIELDS, 0),
     ("Finish codes", L.FINISH_CODES, 0),

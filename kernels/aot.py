@@ -10,12 +10,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
-from gpupack.kernels.gather_rows import THREADS, gather_rows_kernel, gather_shape
 from gpupack.kernels.launch import kernel_constants, launch_shape
 from gpupack.kernels.pack import pack_kernel
 from triton.backends.compiler import GPUTarget
@@ -46,18 +44,6 @@ CHANNELS: dict[str, dict[str, Any]] = {
     "counters": {"speculative": True},
     "all": {"max_top_logprobs": 20, "max_token_ids_logprobs": 8, "speculative": True},
 }
-
-GATHER_WORDS = {"int32": "*i32", "int16": "*i16"}
-GATHER_WIDTHS = (1, 7, 1024, 4096)  # words of a row
-MAX_GATHER_REGISTERS = 64
-
-
-class GatherVariant(NamedTuple):
-    """What chooses the code of the gather kernel: target, type of the words, words of a row."""
-
-    target: str
-    words: str
-    width: int
 
 
 class Variant(NamedTuple):
@@ -104,20 +90,6 @@ def compile_variant(variant: Variant) -> Any:
     return _compile(pack_kernel, target, POINTERS, constants, shape.warps)
 
 
-def gather_variants() -> Iterator[GatherVariant]:
-    """Variants of the gather kernel: rows that share a program, that fill one, that take several."""
-    return (GatherVariant(*each) for each in product(TARGETS, GATHER_WORDS, GATHER_WIDTHS))
-
-
-def compile_gather(variant: GatherVariant) -> Any:
-    """Triton's compiled gather kernel, as the JIT would compile it."""
-    target = TARGETS[variant.target]
-    block, columns = gather_shape(variant.width)
-    constants = {"WIDTH": variant.width, "BLOCK": block, "COLUMNS": columns}
-    pointers = {"source_ptr": GATHER_WORDS[variant.words], "out_ptr": GATHER_WORDS[variant.words]}
-    return _compile(gather_rows_kernel, target, pointers, constants, THREADS // target.warp_size)
-
-
 def _compile(kernel: Any, target: GPUTarget, pointers: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
     """Compile a kernel; arguments that are not in `pointers` are int32."""
     names = kernel.arg_names
@@ -138,9 +110,9 @@ def _compile(kernel: Any, target: GPUTarget, pointers: dict[str, str], constants
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
-def resources(variant: Variant | GatherVariant) -> Resources:
+def resources(variant: Variant) -> Resources:
     """Compile a variant and say what it takes."""
-    built = compile_gather(variant) if isinstance(variant, GatherVariant) else compile_variant(variant)
+    built = compile_variant(variant)
     if TARGETS[variant.target].backend == "hip":
         return _hip_resources(built)
     return _cuda_resources(built, TARGETS[variant.target].arch)
@@ -195,10 +167,6 @@ def main() -> None:
     print("| --- " * 9 + "|")
     for variant in variants():
         print("| " + " | ".join(map(str, (*variant, *resources(variant)))) + " |", flush=True)
-    print("\n| target | words | width | registers | spills | local | shared | size |")
-    print("| --- " * 8 + "|")
-    for gather in gather_variants():
-        print("| " + " | ".join(map(str, (*gather, *resources(gather)))) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -334,17 +334,6 @@ ERROR_INPUT = 1  # a length out of range (accept, cap, control), or logprobs lac
 ERROR_NUMBER = 2  # a launch ran that was not prepared
 ERROR_BATCH = 4  # the batch has more rows than the launch was made for
 
-# --- Gather: what the host says of one launch of gather_rows_kernel, in front of the row numbers -----
-
-GATHER_FIELDS = {
-    "count": "rows to copy; as many row numbers follow",
-    "rows": "rows of the source; a row number outside of it is an error",
-    "stride": "words from one row of the source to the next",
-    "error": "0, or 1: a row number was outside, and its row was left alone",
-}
-GATHER_COUNT, GATHER_ROWS, GATHER_STRIDE, GATHER_ERROR = range(4)
-GATHER_WORDS = 8
-
 # --- Frame: sections of the wire (docs/wire.md) ---------------------------------------------------
 
 

@@ -1,7 +1,7 @@
-"""EmbeddingGather: chosen rows of a pooled `[B, D]` output in host memory, by one launch or by NumPy.
+"""EmbeddingGather: chosen rows of a pooled `[B, D]` output in host memory.
 
-A device tensor goes through `gather_rows_kernel`; what is on the host is taken from there. Both end in
-the same buffers, which are allocated when the gather is made.
+On a device: `index_select`, then an asynchronous copy to pinned memory. On the host: NumPy. Both end in the same
+buffers, which are allocated when the gather is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpupack.core import layout as L
 from gpupack.core.array_checks import host_array
 from gpupack.core.config import INT32_MAX, Device
-from gpupack.core.errors import BufferBusyError, ConfigError, InputError, ReleasedError, StepFailedError
+from gpupack.core.errors import BufferBusyError, ConfigError, InputError, ReleasedError
 
 if TYPE_CHECKING:
     from gpupack.backends.cuda.runtime import DeviceRuntime, Event
@@ -38,7 +38,7 @@ def dtype_name(value: Any) -> str:
 
 
 class _Buffer:
-    """Memory of one gather: the rows, and what the kernel is told."""
+    """Memory of one gather: the rows in host memory and, with a device, index and rows there."""
 
     def __init__(self, runtime: DeviceRuntime | None, max_batch: int, row_bytes: int) -> None:
         words = -(-max_batch * row_bytes // L.WORD)
@@ -48,15 +48,16 @@ class _Buffer:
         import torch
 
         self.out = runtime.host(words, torch.int32)
-        self.launch = runtime.host(L.GATHER_WORDS + max_batch, torch.int32)
-        self.launch_words: NDArray[np.int32] = self.launch.numpy()
+        self.device_out = runtime.zeros(words, torch.int32)
+        self.index = runtime.host(max_batch, torch.int64)
+        self.device_index = runtime.zeros(max_batch, torch.int64)
         self.rows = self.out.numpy().view(np.uint8)
 
 
 class GatheredRows:
     """Rows `shape` = `[n, width]` of `dtype` in host memory; they die with `release()`.
 
-    Reading them waits for the launch. Using them after `release()` raises ReleasedError; arrays taken
+    Reading them waits for the copy. Using them after `release()` raises ReleasedError; arrays taken
     before stay NumPy views and must not be kept.
     """
 
@@ -74,17 +75,10 @@ class GatheredRows:
         return self._event is None or self._event.query()
 
     def wait(self) -> GatheredRows:
-        """Itself, when the rows are there; blocks until the launch has been done.
-
-        StepFailedError, and the rows are released, if the kernel met a row number outside the source.
-        """
-        if self._event is not None and self._buffer is not None:
+        """Itself, when the rows are there; blocks until they have been copied."""
+        if self._event is not None:
             self._event.synchronize()
             self._event = None
-            if self._buffer.launch_words[L.GATHER_ERROR]:
-                rows = int(self._buffer.launch_words[L.GATHER_ROWS])
-                self.release()
-                raise StepFailedError(f"gather: expected row numbers below {rows}, the kernel met another")
         return self
 
     @property
@@ -154,10 +148,6 @@ class EmbeddingGather:
         self.width, self.dtype, self.max_batch = width, dtype, max_batch
         self.runtime = runtime
         self._free = [_Buffer(runtime, max_batch, self.row_bytes) for _ in range(buffers)]
-        if runtime is not None:
-            from gpupack.kernels.gather_rows import prepare_gather
-
-            prepare_gather(runtime, width, ITEM_BYTES[dtype], self._free[0].launch, self._free[0].out)
 
     @property
     def row_bytes(self) -> int:
@@ -165,7 +155,7 @@ class EmbeddingGather:
         return self.width * ITEM_BYTES[self.dtype]
 
     def gather(self, source: Any, rows: NDArray[np.int32]) -> GatheredRows:
-        """Copy rows `rows`, int32 `[n]`, of `source` in that order; on a device one launch on the current stream.
+        """Copy rows `rows`, int32 `[n]`, of `source` in that order; on a device work is enqueued on its stream.
 
         Parameters
         ----------
@@ -225,12 +215,18 @@ class EmbeddingGather:
         return self.runtime is not None and is_tensor(source) and source.device == self.runtime.device
 
     def _launch(self, source: Any, rows: NDArray[np.int32], buffer: _Buffer) -> Event:
-        from gpupack.kernels.gather_rows import gather_rows
+        import torch
 
-        assert self.runtime is not None
-        buffer.launch_words[L.GATHER_WORDS : L.GATHER_WORDS + len(rows)] = rows
-        gather_rows(self.runtime, source.detach(), buffer.launch, buffer.out, len(rows))
-        return self.runtime.record()
+        runtime, count = self.runtime, len(rows)
+        assert runtime is not None
+        bits = torch.int32 if ITEM_BYTES[self.dtype] == L.WORD else torch.int16
+        if count:
+            buffer.index.numpy()[:count] = rows
+            runtime.copy(buffer.device_index[:count], buffer.index[:count])
+            out, selected = (words.view(bits)[: count * self.width] for words in (buffer.out, buffer.device_out))
+            runtime.select(source.detach().view(bits), buffer.device_index[:count], selected.view(count, self.width))
+            runtime.copy(out, selected)
+        return runtime.record()
 
     def _host_bits(self, source: Any) -> NDArray[Any]:
         bits = BITS[ITEM_BYTES[self.dtype]]

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("twins", "guarded", "gather_cases")
+pytest.register_assert_rewrite("twins", "guarded")

@@ -11,7 +11,6 @@ from gpupack.core import layout as L
 TABLES = [
     ("state", L.STATE_FIELDS, "", {"stop_1", "stop_2", "stop_3", "stop_4", "stop_5"}),
     ("control", L.CONTROL_FIELDS, "CONTROL_", {"flags"}),
-    ("gather", L.GATHER_FIELDS, "GATHER_", set()),
     ("header", L.HEADER_FIELDS, "H_", set()),
     ("row", L.ROW_FIELDS, "R_", set()),
     ("finish", L.FINISH_CODES, "FINISH_", set()),

@@ -1,14 +1,20 @@
-"""EmbeddingGather on the CPU: bit copies of every dtype, buffers that are reused, views that die, refusals."""
+"""EmbeddingGather: bit copies of every dtype, buffers that are reused, views that die, refusals.
+
+`HostRuntime` takes the device's way through the same torch operations, in host memory.
+"""
 
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gather_cases import Source, gather_is_right
+from gather_cases import Source, bits, gather_is_right
 
+from gpupack import OutputReceiver, OutputSender, OutputStreamer, Packer, PackerConfig, Request
+from gpupack.backends.cuda.host_runtime import HostRuntime
 from gpupack.core.errors import BufferBusyError, ConfigError, InputError, ReleasedError
 from gpupack.streamer.embeddings import EmbeddingGather
 
@@ -19,10 +25,11 @@ ODD_BITS = [0x7F800001, 0xFFC01234, 0x80000000, 0x00000001, 0xFF800000]  # NaNs,
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("width", [1, 2, 31, 1024])
 @pytest.mark.parametrize(("gap", "shift"), [(0, 0), (1, 0), (3, 1)])
-def test_equals_the_reference(dtype: str, width: int, gap: int, shift: int) -> None:
+@pytest.mark.parametrize("runtime", [None, HostRuntime()], ids=["host", "device"])
+def test_equals_the_reference(runtime: Any, dtype: str, width: int, gap: int, shift: int) -> None:
     rng = np.random.default_rng(width)
     kind = Source(dtype, width, 9, gap, shift)
-    gather = EmbeddingGather(width, dtype, max_batch=12)
+    gather = EmbeddingGather(width, dtype, max_batch=12, runtime=runtime)
     for count in (0, 1, 11, 12):
         gather_is_right(gather, kind.tensor(rng), rng.integers(0, kind.rows, count, np.int32))
 
@@ -35,6 +42,15 @@ def test_numpy_arrays_and_odd_bit_patterns() -> None:
     assert (rows.dtype, rows.shape, rows.ready()) == ("float32", (3, 5), True)
     half = EmbeddingGather(3, "float16", max_batch=3).gather(np.arange(9, dtype=np.float16).reshape(3, 3), ROWS)
     assert half.bits.view(np.float16).tolist() == [[6, 7, 8], [0, 1, 2], [6, 7, 8]]
+
+
+def test_rows_on_the_host_are_taken_there_by_a_gather_of_a_device() -> None:
+    runtime = HostRuntime()
+    runtime.select = None  # type: ignore[assignment]  # calling it would raise
+    rows = EmbeddingGather(3, max_batch=2, runtime=runtime).gather(
+        np.arange(12, dtype=np.float32).reshape(4, 3), np.array([3, 1], np.int32)
+    )
+    assert rows.bits.view(np.float32).tolist() == [[9, 10, 11], [3, 4, 5]]
 
 
 def test_a_tensor_that_asks_for_gradients() -> None:
@@ -120,3 +136,25 @@ def test_inputs_are_checked_and_cost_no_buffer(source: object, rows: np.ndarray,
     with pytest.raises(InputError, match=match):
         gather.gather(source, rows)
     gather.gather(SQUARE, ROWS).release()
+
+
+def test_embeddings_of_a_device_tensor_reach_the_receiver(tmp_path: Any) -> None:
+    """An engine that decides everything on the host has its outputs on a device."""
+    source = Source("bfloat16", 9, 5, gap=1).tensor(np.random.default_rng(4))
+    config = PackerConfig(100, capacity=8, window=4, logprobs=False)
+    gather = EmbeddingGather(9, "bfloat16", max_batch=8, buffers=1, runtime=HostRuntime())
+    with (
+        OutputReceiver(f"ipc://{tmp_path}/line") as receiver,
+        OutputStreamer(Packer(config), OutputSender(receiver.endpoint), gather=gather) as streamer,
+    ):
+        handles = streamer.admit([Request(f"r{i}") for i in range(5)])[[3, 1, 4, 0, 2]]
+        for finished, rids in (([0, 1, 1, 0, 1], ["r1", "r4", "r2"]), ([1, 1, 1, 1, 1], ["r3", "r0"])):
+            streamer.stream_embeddings(handles, source, finished=np.array(finished, np.bool_))
+            step = receiver.recv(5000)
+            assert step is not None
+            assert step.frame.side is not None
+            assert [opening.rid for opening in step.frame.side.openings] == rids
+            array = step.frame.side.embeddings
+            assert array is not None
+            places = [[3, 1, 4, 0, 2].index(int(rid[1:])) for rid in rids]
+            assert np.array_equal(array.numpy(), bits(source)[places])

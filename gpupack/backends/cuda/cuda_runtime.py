@@ -83,9 +83,15 @@ class CudaRuntime:
         return CudaGraph(self, work)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy from device memory to pinned memory."""
+        """Enqueue a copy between device memory and pinned memory."""
         with self.on_stream():
             target.copy_(source, non_blocking=True)
+
+    def select(self, source: Tensor, index: Tensor, out: Tensor) -> None:
+        """Enqueue `out[i] = source[index[i]]`."""
+        with self.on_stream():
+            torch.index_select(source, 0, index, out=out)
+        self.lend((source,))
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
         """Copy on a stream of its own, not behind what was launched since; returns when it is there."""

@@ -83,6 +83,10 @@ class HostRuntime:
 
     fetch = copy
 
+    def select(self, source: Tensor, index: Tensor, out: Tensor) -> None:
+        """`out[i] = source[index[i]]`, now."""
+        torch.index_select(source, 0, index, out=out)
+
     def write(self, arena: Tensor, index: Tensor, values: Tensor) -> None:
         """`arena[index] = values`, now."""
         arena[index] = values

@@ -85,7 +85,11 @@ class DeviceRuntime(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy from device memory to host memory."""
+        """Enqueue a copy between device memory and host memory."""
+        ...
+
+    def select(self, source: Tensor, index: Tensor, out: Tensor) -> None:
+        """Enqueue `out[i] = source[index[i]]`: rows of `[n, width]` device memory by int64 numbers that are good."""
         ...
 
     def fetch(self, target: Tensor, source: Tensor) -> None:
