@@ -20,7 +20,7 @@ from gpupack.packer.packer import Packer
 from gpupack.packer.pending_step import Ticket
 
 Row = dict[str, Any]
-COMMON: dict[str, Any] = {"vocab_size": 60, "eos_token_ids": (2, 7), "max_in_flight": 3, "fallback": False}
+COMMON: dict[str, Any] = {"vocab_size": 60, "eos_token_ids": (2, 7), "max_in_flight": 3}
 SEEN = ("rows", "tokens", "stale", "early", "held", "finished", "conveyed", "readmitted", "by graph")
 LONG_LIFE = 200  # steps in which everything comes
 

@@ -54,7 +54,7 @@ class Soak:
     def __init__(self, place: Place, transfer: Any, wait: Wait, seed: int) -> None:
         config = PackerConfig(
             128_000, capacity=ROWS, window=8, max_top_logprobs=TOP, family_window=8, transfer=transfer, wait=wait,
-            device=place.name, fallback=False,
+            device=place.name,
         )  # fmt: skip
         self.place = place
         self.packer = Packer(config)

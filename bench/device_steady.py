@@ -84,7 +84,7 @@ class SteadyLife:
     def __init__(self, place: Place, transfer: Any, wait: Any, stream: Any) -> None:
         config = PackerConfig(
             128_000, capacity=ROWS + 8, window=8, max_top_logprobs=2, family_window=8, transfer=transfer, wait=wait,
-            device=place.name, fallback=False,
+            device=place.name,
         )  # fmt: skip
         self.place, self.packer = place, Packer(config, stream=stream)
         self.handles = self.packer.admit([_request(i) for i in range(ROWS)])

@@ -76,7 +76,7 @@ class Workload:
     def _packer(self, device: Any, **options: Any) -> Packer:
         config = PackerConfig(
             128_000, (2,), capacity=self.most, window=64, family_window=8, max_accept=self.accept,
-            max_top_logprobs=self.top, device=device, fallback=False, **{"wait": "spin", **options},
+            max_top_logprobs=self.top, device=device, **{"wait": "spin", **options},
         )  # fmt: skip
         return Packer(config)
 

@@ -122,8 +122,6 @@ class PackerConfig:
     ring_timeout_s
         How long a step on a device waits for a buffer that a reader on another thread still has, before
         BufferBusyError; on the CPU it does not wait.
-    fallback
-        If the kernel cannot be compiled here: True, pack on the host instead, with a warning; False, raise.
     policy
         When a request sends.
     """
@@ -146,7 +144,6 @@ class PackerConfig:
     transfer: Transfer = "mapped"
     wait: Wait = "block"
     ring_timeout_s: float = 0.0
-    fallback: bool = True
     policy: EmitPolicy = field(default_factory=EmitPolicy)
 
     def __post_init__(self) -> None:

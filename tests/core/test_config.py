@@ -126,3 +126,19 @@ def test_each_option_is_a_bit_of_its_own() -> None:
     differences = [policy.bits ^ base.bits for policy in changed]
     assert len(set(differences)) == len(fields(EmitPolicy))
     assert all(difference.bit_count() == 1 for difference in differences)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpupack import Packer
+    from gpupack.backends.cuda import backend
+    from gpupack.backends.cuda.host_runtime import HostRuntime
+
+    class Unable(HostRuntime):
+        def prepare(self, *arguments: object) -> None:
+            raise RuntimeError("ptxas: no such target")
+
+    monkeypatch.setattr(backend, "make_runtime", lambda *_, **__: Unable())
+    with pytest.raises(
+        ConfigError, match=r"device: expected .* compiles, 'cuda' gave RuntimeError: ptxas.*device='cpu'"
+    ):
+        Packer(PackerConfig(100, device="cuda"))

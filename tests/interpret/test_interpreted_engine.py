@@ -41,7 +41,7 @@ def test_a_step_is_packed_as_on_the_cpu(kind):
     rng = np.random.default_rng(3)
     torch.manual_seed(3)
     host = small_packer(ACCEPT)
-    packers = [host, Packer(replace(host.config, device="interpret", fallback=False))]
+    packers = [host, Packer(replace(host.config, device="interpret"))]
     generations = np.ones(SLOTS, np.int64)
     handles = [PoolHandles(packer, generations) for packer in packers]
     reqs = [Req(f"r{i}", *asked) for i, asked in enumerate(ASKED)]
