@@ -43,7 +43,6 @@ def config_of(scheduler: Any, capacity: int) -> PackerConfig:
         max_in_flight=IN_FLIGHT,
         max_top_logprobs=MAX_TOP_LOGPROBS,
         device=device_of(scheduler),  # type: ignore[arg-type]
-        fallback=False,
     )
 
 
